@@ -71,14 +71,14 @@ def test_runs_of_other_rows_unfinished_or_missing_runs_are_refused(tmp_path, mon
 
 
 def test_the_demo_prints_the_output_of_the_commands_that_it_shows(art, tmp_path, monkeypatch):
-    for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",), "RANDOM_SUBSETS": 20}.items():
+    for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",)}.items():
         monkeypatch.setattr(grasp.demo, name, value)
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
     demo, printed_lines = Demo(tmp_path), []
     shutil.copytree(art, demo.artifact_path)
     print_answers(demo, printed_lines.append)
     commands = [shlex.split(line)[2:] for line in printed_lines if line.startswith("$ grasp ")]
-    verbs = ["predict", "score", "predict", "retrain", "select", "mix", "report", "retrain"]
+    verbs = ["predict", "score", "retrain", "select", "mix", "report", "retrain"]
     assert [argv[0] for argv in commands] == verbs
     text = "\n".join(printed_lines)
     assert "No comparison: " in text

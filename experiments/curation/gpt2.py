@@ -118,14 +118,14 @@ def fill_gpt2(settings: RetrainSettings, llama: Path, out: Path, say: Callable[[
     environment = RetrainedRuns.create(out, info, read_subsets(settings.subsets, rows), rows)
     masks = dict(_masks(environment.subset_blocks(rows)))
     while environment.pending():
-        claims = environment.claim(1, ttl=settings.lease_seconds)
-        if not claims:
+        claim = environment.claim(ttl=settings.lease_seconds)
+        if claim is None:
             time.sleep(POLL_SECONDS)  # others hold the rest
             continue
-        with keep_renewed(list(claims.values()), ttl=settings.lease_seconds):
-            for run in claims:
-                model = train_gpt2(worker.recipe, worker.store, seed=run.seed, retained=masks[run.subset_id])
-                environment.write_run(run, -evaluate_units(model, worker.tokens))
+        run, lease = claim
+        with keep_renewed([lease], ttl=settings.lease_seconds):
+            model = train_gpt2(worker.recipe, worker.store, seed=run.seed, retained=masks[run.subset_id])
+            environment.write_run(run, -evaluate_units(model, worker.tokens))
         say(f"{NAME}: {len(environment.pending())} of {len(environment.runs())} runs left")
     environment.compact()
     return environment

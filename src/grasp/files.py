@@ -75,11 +75,12 @@ def check_outputs(
             fault = "which is not a valid file name"
         elif kind not in ("file", "nothing"):
             fault = f"which is a {kind}; expected the name of a file"
-        elif flag in tables and path.suffix not in TABLE_SUFFIXES:
-            fault = f"expected a name that ends in {' or '.join(TABLE_SUFFIXES)}"
+        if not fault:
+            written[_check_apart(path, flag, inputs, written)] = f"{flag} writes"
+            if flag in tables and path.suffix not in TABLE_SUFFIXES:
+                fault = f"expected a name that ends in {' or '.join(TABLE_SUFFIXES)}"
         if fault:
             raise SettingsError(f"{flag}: got {path}, {fault}")
-        written[_check_apart(path, flag, inputs, written)] = f"{flag} writes"
 
 
 def _check_apart(

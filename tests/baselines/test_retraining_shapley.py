@@ -28,7 +28,7 @@ def place(tmp_path_factory):
 
 def game_of(inputs, place):
     work = WorkArea(place / "work", shared_directory(place, inputs, 1))
-    return RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
+    return RetrainingGame(inputs, work, TOPIC, seed=0)
 
 
 def trained_one_by_one(inputs):
@@ -81,21 +81,21 @@ def test_values_sum_to_the_gain_of_training(world, place):
 
 def test_a_coalition_is_trained_once(world, tmp_path):
     inputs, work = world.inputs(), WorkArea(tmp_path)
-    first = RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
+    first = RetrainingGame(inputs, work, TOPIC, seed=0)
     masks = np.array([[True, True, False], [True, True, False], [True, False, False]])
     answers = first(masks)
-    reopened = RetrainingGame.from_inputs(inputs, work, TOPIC, seed=0)
+    reopened = RetrainingGame(inputs, work, TOPIC, seed=0)
     np.testing.assert_array_equal(reopened(masks), answers)
     assert (first.trained, reopened.trained) == (2, 0)
     assert reopened.ready.wall > 0
-    by_row = RetrainingGame.from_inputs(inputs, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
+    by_row = RetrainingGame(inputs, work, np.arange(N_ROWS), seed=0)  # other players, the same rows
     np.testing.assert_array_equal(by_row((TOPIC == 0)[None]), answers[2:])
     assert by_row.trained == 0
 
 
 def test_coalitions_too_small_for_training_have_the_utility_of_an_untrained_model(world, tmp_path):
     inputs = world.inputs()
-    game = RetrainingGame.from_inputs(inputs, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
+    game = RetrainingGame(inputs, WorkArea(tmp_path), np.arange(N_ROWS), seed=0)
     masks = np.zeros((3, N_ROWS), dtype=bool)
     masks[1, :3] = True  # the recipe's batch has 4 rows
     masks[2, 10:12] = True

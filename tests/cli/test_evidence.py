@@ -23,7 +23,7 @@ from scipy import stats
 from grasp.artifact.reader import ArtifactReader
 from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.paper.candidates import candidate_of, default_family, load_family
-from grasp.predict.default_protocol import DEFAULT_PROTOCOL
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.yaml_files import read_yaml, write_yaml
@@ -284,7 +284,10 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
     realized_B = RetrainedRuns.open(env).utilities().values_BSE.mean(axis=(1, 2))
     masks_BN = np.concatenate([block.weights_BN.toarray() for block in scored(art, env).blocks])
     relevance = arrays(art)
-    (prediction,) = scored(art, env).predict({"default": DEFAULT_PROTOCOL}, ["facts"])
+    files = ArtifactReader.open(art)
+    protocol = resolve_protocol(None, files, known_questions=True)
+    protocol = protocol.resolved_for(files.array_names, files.feature_settings)
+    (prediction,) = scored(art, env).predict({"default": protocol}, ["facts"])
     predicted = {"default": prediction.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
         for kernel in kernels

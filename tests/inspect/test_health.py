@@ -406,6 +406,6 @@ def test_the_command(plain, root):
     assert len(json.loads(succeed("info", plain.path, "--check", "--json").out)["checks"]) == len(PLAIN)
     assert "--runs: requires --check" in refused("info", plain.path, "--runs", plain.path)
     few = build_artifact(world(root / "small", n_rows=3), root / "tiny")
-    assert re.search(r"checks.*\b8\b", refused("info", few, "--check"))
+    assert re.search(r"check: .*\b8\b", refused("info", few, "--check"))
     with pytest.raises(SettingsError, match=r"\b3 rows.*64 subsets.*\b8\b.*\b3\b"):
         check(plain, rows=3)

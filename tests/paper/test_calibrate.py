@@ -93,7 +93,8 @@ def make_environment(path, source, *, truth=TRUE, noise=0.05, n_subsets=40, role
 @pytest.fixture
 def source():
     source = FakeSource(N_ROWS)
-    source.manifest = SimpleNamespace(fingerprints={"model": "m"})
+    widths = {name: SimpleNamespace(width=array.shape[1]) for name, array in source.arrays.items()}
+    source.manifest = SimpleNamespace(fingerprints={"model": "m"}, arrays=widths, details={})
     return source
 
 

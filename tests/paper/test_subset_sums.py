@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.errors import ShapeError
 from grasp.kernels.sketch import CountSketch, gaussian_projection
 from grasp.paper import subset_sums as geo
 from grasp.paper.subset_sums import WeightSums, subset_relevance
-from grasp.predict.weights import Weights, sums_over
+from grasp.predict.weights import Weights
 from tests.predict import reference
 from tests.predict.reference import additive, components, interaction_surrogate
 
@@ -291,8 +290,3 @@ def test_float32_sketches_are_summed_in_float64():
     got = components(csr_array(np.ones((1, 20_000))), sketch_ND, np.zeros(2))
     assert got.raw_B[0] == pytest.approx(0.0, abs=1e-6)
     assert got.pair_B[0] == pytest.approx(-got.self_B[0], rel=1e-12)
-
-
-def test_rows_beyond_the_corpus_are_refused():
-    with pytest.raises(ShapeError, match=r"rows 3 to 5 .*\b4 rows"):
-        sums_over([(3, np.zeros((2, 2)))], [Weights(csr_array(np.ones((1, 4))))], 2)

@@ -172,7 +172,7 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
 
 
 def test_a_classifier_has_no_gradient_kernel():
-    with pytest.raises(ModelError, match=r"kernels: .*gradient.*classifier"):
+    with pytest.raises(ModelError, match=r"kernels: .*gradient.*causal LM"):
         SampledGradients.choose(SimpleNamespace(), FeatureSettings())
 
 
