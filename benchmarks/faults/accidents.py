@@ -91,7 +91,7 @@ def kill_retrain(bench: Bench) -> None:
 
 
 def kill_writer(bench: Bench) -> None:
-    killed(bench, bench.draw.choice(("distil", "apply", "apply", "merge", "atlas", "runs-import")))
+    killed(bench, bench.draw.choice(("distil", "apply", "apply", "merge", "runs-import")))
 
 
 def kill_worker(bench: Bench) -> None:

@@ -299,7 +299,6 @@ def hostile_name(bench: Bench) -> None:
         ("distil", art, "--target", name, "--out", place / "learned"),
         ("merge", bench.whole("other"), art, "--out", place / "merged"),
         ("report", art, "--out", place / "page.html", "--explain", "0"),
-        ("report", art, "--atlas", place / "map"),
     ]
     outside = {path: stamp for path, stamp in times(bench.root).items() if not path.is_relative_to(place)}
     for command in draw.sample(commands, 4):
@@ -342,7 +341,6 @@ FILES = (
     ("runs", "propose", "RUNS", "--art", "ART", "--subsets"),
 )
 DIRECTORIES = (
-    ("report", "ART", "--atlas"),
     ("distil", "ART", "--out"),
     ("apply", "SCORER", "--corpus", "CORPUS", "--out"),
     ("merge", "ART", "OTHER", "--out"),

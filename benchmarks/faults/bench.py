@@ -19,7 +19,6 @@ from pathlib import Path
 from traceback import format_exc
 
 import numpy as np
-from grasp.report.atlas import write_atlas
 
 import grasp
 from grasp.artifact.inspection import verify
@@ -117,10 +116,6 @@ def _merge(root: Path, out: Path) -> None:
     merge([root / "whole-build", root / "whole-other"], out)
 
 
-def _atlas(root: Path, out: Path) -> None:
-    write_atlas(ArtifactReader.open(root / "whole-build"), out)
-
-
 def _import_runs(root: Path, out: Path) -> None:
     import_runs(root / "mixtures.csv", root / "metrics.csv", label="topic", out=out)
 
@@ -133,7 +128,6 @@ VERBS: dict[str, Callable[[Path, Path], None]] = {
     "apply": _apply,
     "other": _build_other,
     "merge": _merge,
-    "atlas": _atlas,
     "runs-import": _import_runs,
     "ray": _build_on_ray,
 }
