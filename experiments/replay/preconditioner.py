@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.finetune.further import FORWARD, forms, relevance
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import Name
-from experiments.finetune.worlds import shares
+from experiments.finetune.further import forms
 from experiments.replay.run import DEFAULT, Comparison, default_scores, further_artifact, parse_options
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import FORWARD, relevance, shares
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import Name
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns

@@ -1,4 +1,4 @@
-"""Which trainings are replayed: the recipes of `experiments.finetune`, with other orders of all of its rows.
+"""Which trainings are replayed: the recipes of `experiments.worlds`, with other orders of all of its rows.
 
 A run of an environment trains on what its subset keeps; a replay trains on rows of the whole corpus, by the same
 recipe, in an order of its own. Rows that carry loss in part only keep their first token with loss.
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
-from experiments.finetune.prepare import prepared
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
-from experiments.finetune.training import WARMUP_STEPS, Recipe
+from experiments.worlds.prepare import prepared
+from experiments.worlds.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
+from experiments.worlds.training import WARMUP_STEPS, Recipe
 from grasp.arrays import I64
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.models.tokenizer import HfTokenizer

@@ -22,7 +22,7 @@ import torch
 from scipy.stats import t as student
 from transformers.utils import logging as hf_logging
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.selection.choices import METHODS, Request, World
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader

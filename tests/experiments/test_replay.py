@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune.setting import Corpus
-from experiments.finetune.training import Recipe, train
 from experiments.replay.run import added, drawn, filled, predicted, probed
 from experiments.replay.setting import Rows, optimizer_settings
+from experiments.worlds.setting import Corpus
+from experiments.worlds.training import Recipe, train
 from grasp.training.fine_tuning import FineTuning
 from grasp.training.metagradient import Metagradient, middle_steps
 from grasp.training.recipe import OptimizerRecipe
