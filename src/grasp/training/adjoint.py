@@ -5,7 +5,7 @@ last step to the first. Start with `through_update`.
 
 A step maps weights and moments (theta, m, v) to (theta', m', v') with the gradient g of its batch:
 
-    c   = min(1, clip / (|g| + e))                      e: `clip_epsilon`
+    c   = min(1, clip / (|g| + e))                      e: `CLIP_EPSILON`
     m'  = b1 m + (1 - b1) c g
     v'  = b2 v + (1 - b2) (c g)^2
     D   = 1 / (r + eps),  r = sqrt(v' / c2 + root)      c1 = 1 - b1^t, c2 = 1 - b2^t, t from 1
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grasp.training.adamw import CLIP_EPSILON
 from grasp.training.recipe import OptimizerRecipe
 
 BLOCK_COORDINATES = 1 << 20  # coordinates converted to float64 at once
@@ -51,7 +52,6 @@ class UpdateConstants:
 
     step: int
     recipe: OptimizerRecipe
-    clip_epsilon: float
     root: float = 0.0
 
     @property
@@ -114,7 +114,7 @@ def through_update(
     c1, c2 = 1.0 - b1**steps, 1.0 - b2**steps
     norm = norm_of(gradient)
     limit = math.inf if recipe.clip_norm is None else recipe.clip_norm
-    clip = min(1.0, limit / (norm + constants.clip_epsilon)) if norm else 1.0
+    clip = min(1.0, limit / (norm + CLIP_EPSILON)) if norm else 1.0
     directions, n_fixed, gradient_dot_u = [], 0, 0.0
     tensors = zip(adjoint.weights, adjoint.first, adjoint.second, gradient, first_after, second_after, strict=True)
     for a_X, am_X, av_X, g_X, m_X, v_X in tensors:
@@ -138,7 +138,7 @@ def through_update(
             av.copy_(b2 * av64)
         directions.append(u_X)
     if clip < 1.0:
-        factor = limit / (norm + constants.clip_epsilon) ** 2 / norm * gradient_dot_u
+        factor = limit / (norm + CLIP_EPSILON) ** 2 / norm * gradient_dot_u
         for u, g in zip(directions, gradient, strict=True):
             u.mul_(clip).sub_(g, alpha=factor)
     return directions, n_fixed

@@ -334,7 +334,6 @@ class _Replay:
         constants = UpdateConstants(
             step=step.step,
             recipe=training.recipe,
-            clip_epsilon=training.clip_epsilon,
             root=float(results["root"][0]),
         )
         is_probe_step = step.step in settings.probe_steps
@@ -346,7 +345,7 @@ class _Replay:
             del direction  # of a large model, one more direction in memory counts
         if is_probe_step:
             value_NT = self._differentiate_rows(directions)
-            results["probe"][settings.probe_steps.index(step.step)] = value_NT / max(step.batch.n_labels, 1)
+            results["probe"][settings.probe_steps.index(step.step)] = value_NT / step.batch.n_labels
 
     def _back_target(self, t: int, step: Step, constants: UpdateConstants) -> list[Tensor]:
         """Backpropagate through one step for one target; return the derivative by the gradient of the batch.
