@@ -18,17 +18,10 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.sums import EachGradient, Matrices, map_blocks, total_norm
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_sums import (
-    BlockParameters,
-    EachGradient,
-    InnerProducts,
-    Matrices,
-    map_blocks,
-    run_over,
-    total_norm,
-)
+from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample
 from grasp.models.unit_loss import evaluate_units
 from grasp.targets.units import UnitTokens

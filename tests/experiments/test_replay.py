@@ -62,9 +62,7 @@ def result(order_KB, drawn_KBT):
     steps, _, n_targets = drawn_KBT.shape
     empty = np.zeros((steps, n_targets))
     probe_MNT = np.random.default_rng(1).standard_normal((2, 4, n_targets))
-    return Metagradient(
-        np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty, np.zeros(steps, np.int64)
-    )
+    return Metagradient(np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty)
 
 
 def test_rows_in_no_order_have_no_score_and_are_ignored_in_subsets():

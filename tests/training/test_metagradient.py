@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
 from grasp.training.adamw import AdamWTraining
-from grasp.training.adjoint import Adjoint, UpdateConstants, through_update
+from grasp.training.adjoint import Adjoint, through_update
 from grasp.training.hessian_products import curvature_product
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, replay_cost, utilities
 from grasp.training.replay_checks import agreement, check_by_groups, smoothness
@@ -220,7 +220,6 @@ def test_padding_has_no_derivative():
 def test_derivatives_through_the_root_equal_autograd():
     generator = torch.Generator().manual_seed(0)
     recipe = RECIPE.model_copy(update={"clip_norm": 0.7, "weight_decay": 0.2})
-    constants = UpdateConstants(step=3, recipe=recipe, root=1e-3)
     theta, m, v, g, a, am, av = torch.randn(7, 20, dtype=torch.float64, generator=generator)
     v = v.square()
     g = g.requires_grad_()
@@ -233,8 +232,7 @@ def test_derivatives_through_the_root_equal_autograd():
     after = (1 - rate * 0.2) * theta - rate * m1 / (1 - b1**4) / (r + recipe.epsilon)
     expected = torch.autograd.grad((a * after + am * m1 + av * v1).sum(), [g, m, v])
     adjoint = Adjoint([a.clone()], [am.clone()], [av.clone()])
-    (u,), left_out = through_update(adjoint, constants, [g.detach()], [m1.detach()], [v1.detach()])
-    assert left_out == 0
+    (u,) = through_update(adjoint, [g.detach()], [m1.detach()], [v1.detach()], recipe=recipe, step=3, root=1e-3)
     for derivative, reference in zip((u, adjoint.first[0], adjoint.second[0]), expected, strict=True):
         torch.testing.assert_close(derivative, reference, rtol=1e-10, atol=1e-12)
 
@@ -308,7 +306,7 @@ def test_probes_have_equal_weight_independently_of_their_scale():
     value_MNT = np.random.default_rng(0).standard_normal((3, 9, 2))
     empty = np.zeros((0, 0, 2))
     rest = [np.zeros(0, np.int64), empty, np.array([4, 7, 9])]
-    tail = [np.zeros(2), np.zeros((0, 2)), np.zeros(0, np.int64)]
+    tail = [np.zeros(2), np.zeros((0, 2))]
     plain = Metagradient(*rest, value_MNT, *tail)
     scaled = Metagradient(*rest, value_MNT * [[[1.0]], [[50.0]], [[1e-3]]] + 5.0, *tail)
     np.testing.assert_allclose(scaled.probed(), plain.probed(), atol=1e-9)
@@ -462,7 +460,6 @@ def made_up(norm_K, drawn_KBT, probe_MNT=None):
         np.zeros((0, 0, n_targets)) if probe_MNT is None else probe_MNT,
         np.zeros(n_targets),
         np.repeat(norm_K[:, None], n_targets, axis=1),
-        np.zeros(steps, np.int64),
     )
 
 

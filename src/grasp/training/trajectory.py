@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grasp.arrays import F64, I64
@@ -42,25 +41,6 @@ MEMORY_BYTES = 4 << 30  # default limit of the states in memory
 RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order on a GPU, below the effect of dropout
 
 
-class TensorFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file, read on access."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __getitem__(self, key: str) -> Tensor:
-        with safe_open(self._path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        with safe_open(self._path, framework="pt") as file:
-            return iter(list(file.keys()))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
 class TensorSets:
     """Named sets of tensors, in memory or as safetensors files of a store; a set is written atomically."""
 
@@ -80,8 +60,8 @@ class TensorSets:
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
     def get(self, name: str) -> Mapping[str, Tensor]:
-        """Return a set, which must not be modified."""
-        return self._memory[name] if self._store is None else TensorFile(self._store.file(name))
+        """Return a set, which must not be modified; a file is mapped into memory, and read on access."""
+        return self._memory[name] if self._store is None else load_file(self._store.file(name))
 
     def drop(self, name: str) -> None:
         """Remove a set."""
@@ -100,16 +80,10 @@ class ParameterTensors(Sequence[Tensor]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, k: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, k: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(k, slice):
-            return [self[i] for i in range(*k.indices(self._count))]
-        return self._tensors[f"{range(self._count)[k]}.{self._suffix}"].to(self._device)
+    def __getitem__(self, k: Any) -> Any:
+        if not 0 <= k < self._count:
+            raise IndexError
+        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
