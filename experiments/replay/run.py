@@ -244,7 +244,6 @@ def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
                 "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
                 "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.std_growth_K, 12)],
                 "first_step": smooth.first_step,
-                "left_out": int(replayed.left_out_K.max()),
                 "line": str(smooth),
             }
         )

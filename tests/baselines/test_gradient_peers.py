@@ -19,9 +19,9 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.queries import Queries, exact_products
+from grasp.baselines.gradients.sums import EachGradient
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer
 
@@ -262,7 +262,8 @@ def test_gradients_of_every_row_equal_bergsons(model, output, tmp_path):
 
     engine = PerExample(model, choose_layers(model, ["*.attention.*", "*.mlp.*"]))
     each = EachGradient(engine, len(rows))
-    engine.run(examples(rows), each.consumer_for(np.arange(len(rows))), output)
+    index_B = torch.arange(len(rows))
+    engine.run(examples(rows), lambda number, factors, part: each.add(number, factors, index_B[part]), output)
     assert len(engine.layers.blocks) == len(list(theirs)) == 8
     for block, matrix in zip(engine.layers.blocks, each.matrices, strict=True):
         ours = matrix[:, :, :-1] if block.bias else matrix

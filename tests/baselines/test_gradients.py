@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Form, Projection
 from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
+from grasp.baselines.gradients.sums import EachGradient
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_factors import materialise, squared_norm
-from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
@@ -31,7 +31,8 @@ def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
 
 def held(engine: PerExample, examples, output="loss") -> list[torch.Tensor]:
     each = EachGradient(engine, len(examples))
-    engine.run(examples, each.consumer_for(np.arange(len(examples))), output)
+    index_B = torch.arange(len(examples))
+    engine.run(examples, lambda number, factors, part: each.add(number, factors, index_B[part]), output)
     return each.matrices
 
 
@@ -112,8 +113,8 @@ def test_the_head_in_parts_of_the_batch_gives_the_same_gradients(monkeypatch):
 @pytest.mark.parametrize("elements", [1, 500])
 def test_memory_limits_do_not_change_results(monkeypatch, elements):
     for module in (
-        "models.gradient_factors",
-        *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
+        "models.gradient_sums",
+        *(f"baselines.gradients.{m}" for m in ("factors", "sums", "queries", "sinks", "projection")),
     ):
         monkeypatch.setattr(f"grasp.{module}.BLOCK_ELEMENTS", elements)
     test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")

@@ -192,7 +192,7 @@ def test_the_table_equals_the_stored_runs(experiment):
 
 def test_repeating_the_command_trains_nothing_and_gives_the_same_result(experiment, monkeypatch):
     first = experiment.out.read_bytes()
-    monkeypatch.setattr("grasp.retraining.worker.train_in_memory", None)
+    monkeypatch.setattr("grasp.retraining.worker.train", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
     monkeypatch.setattr("experiments.curation.choices.select", None)
     Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import training_checkpoints
+from grasp.baselines.gradients.factors import squared_norm
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import NO_PROJECTION_HINT, LayerSettings
 from grasp.baselines.gradients.projection import Form
@@ -41,7 +42,6 @@ from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradient_factors import squared_norm
 from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample
 from grasp.settings import refuse_idle
 

@@ -43,19 +43,11 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.sums import EachGradient, Matrices, WeightedSums, map_blocks, total_norm
 from grasp.errors import ModelError
 from grasp.files import temporary_path
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_sums import (
-    BlockParameters,
-    EachGradient,
-    InnerProducts,
-    Matrices,
-    WeightedSums,
-    map_blocks,
-    run_over,
-    total_norm,
-)
+from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample
 
 DIRECTION_ELEMENTS = 1 << 28  # elements of the row gradients in memory at once: 1 GB of float32

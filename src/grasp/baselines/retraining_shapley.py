@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
+from torch import nn
 
 from grasp.arrays import F64, I64, Bool
 from grasp.artifact.rows import label_column
@@ -26,8 +26,9 @@ from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings, refuse_idle
+from grasp.training.llama import new_llama
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.train import Trainer, train_in_memory
+from grasp.training.train import train
 from grasp.yaml_files import validated
 
 Masks = Bool
@@ -199,12 +200,10 @@ class RetrainingGame:
         """Train on a coalition, given as a mask of rows, and return its utility, (E,)."""
         if not self._trainable(retained_N):
             return self._untrained()
-        trainer = train_in_memory(
-            self._recipe, self._inputs.store, seed=self._seed, retained=retained_N, device=self._device
-        )
-        return np.asarray(-trainer.model.unit_losses(self._inputs.unit_tokens)[0])
+        trained = train(self._recipe, self._inputs.store, seed=self._seed, retained=retained_N, device=self._device)
+        return np.asarray(-evaluate_units(trained.model, self._inputs.unit_tokens))
 
     def _untrained(self) -> F64:
         """Return the utilities of a model at its initialisation, (E,)."""
-        model = Trainer(self._recipe, [self._seed], self._device).model.to_hf(0)
-        return np.asarray(-evaluate_units(model.to(torch.device(self._device)), self._inputs.unit_tokens))
+        model: nn.Module = new_llama(self._recipe.shape, self._seed)
+        return np.asarray(-evaluate_units(model.to(self._device), self._inputs.unit_tokens))

@@ -25,7 +25,7 @@ from grasp.settings import CorpusSettings, ModelSettings
 from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
-from grasp.training.train import RECORD, Trainer, train
+from grasp.training.train import RECORD, start_training, train
 
 MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
@@ -103,11 +103,11 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     """
     encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
-    trainer = Trainer(recipe, [0], "cpu")
+    training = start_training(recipe, 0, eos_id=encoder.eos_id)
     batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch
-    step_seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows
+    step_seconds = time_step(training, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows
     hf_logging.disable_progress_bar()  # the command line has its own progress display
-    trainer.model.to_hf(0, encoder.eos_id).save_pretrained(out / MODEL)
+    training.model.save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
     return out / MODEL, (
         f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "

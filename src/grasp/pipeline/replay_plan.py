@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,14 +22,13 @@ from grasp.extras import require
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ReplaySettings
 from grasp.text import duration_text, size_text
-from grasp.training.adamw import AdamWTraining
+from grasp.training.adamw import EXACT_DTYPES, AdamWTraining
 from grasp.training.adjoint import norm_of
-from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
 from grasp.training.metagradient import MetagradientSettings, ReplayCost, middle_steps, replay_cost
 from grasp.training.recipe import OptimizerRecipe
-from grasp.training.row_order import label_weights, token_batches
-from grasp.training.train import Trainer
+from grasp.training.row_order import token_batches
+from grasp.training.train import start_training
 from grasp.training.trajectory import TrajectorySize
 
 ORDERS_FROM_SCRATCH = 3  # default number of orders; single trainings from scratch agree badly
@@ -115,7 +113,7 @@ def _plan_from_scratch(
         settings=settings,
         optimizer=training_recipe,
         differentiation=differentiation,
-        start=lambda k: Trainer(training_recipe, [seed + k], device),
+        start=lambda k: start_training(training_recipe, seed + k, device),
         from_scratch=True,
         notes=recipe.notes,
     )
@@ -130,12 +128,12 @@ def _plan_fine_tuning(
     optimizer = recipe.optimizer(n_rows)
     model = copy.deepcopy(reference.model) if copied else reference.model
     model, notes = make_trainable(model, reference.frozen, recipe, settings.seed)
-    initial = FineTuning(model, optimizer)
+    initial = AdamWTraining(model, optimizer)
     initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
 
     def start(_: int) -> AdamWTraining:
         """Return the training before its first step; all orders train the same model object, one after another."""
-        training = FineTuning(model, optimizer)
+        training = AdamWTraining(model, optimizer)
         training.set_weights(initial_weights)
         return training
 
@@ -301,15 +299,11 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
 
 def time_step(training: AdamWTraining, rows: RowStore, row_index_B: I64) -> float:
     """Measure the seconds of the gradient of one batch, of the rows `row_index_B`."""
-    batches = token_batches(
-        rows, [iter([row_index_B])], steps=1, context=training.context, vocab_size=training.vocab_size
-    )
-    (batch,) = batches
-    weight_BL = label_weights(batch)[0].astype(np.float64)  # of the only model
+    (batch,) = token_batches(rows, [row_index_B], context=training.context, vocab_size=training.vocab_size)
     seconds: list[float] = []
     for _ in range(2):  # the first pass is slower
         started = time.perf_counter()
-        training.backward(batch.ids_KBL[0], weight_BL)
+        training.backward(batch.ids_BL, batch.weight_BL)
         norm_of(training.gradients())  # waits for the device
         seconds.append(time.perf_counter() - started)
         training.zero_gradients()

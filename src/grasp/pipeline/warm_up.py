@@ -21,7 +21,7 @@ from grasp.pipeline.proxy import MODEL
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
-from grasp.training.fine_tuning import FineTuning
+from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 from grasp.training.trajectory import Trajectory
 
@@ -83,7 +83,7 @@ def warm_up(
         refuse_longer_rows(recipe, rows, out)
         tokenizer = reference.tokenizer
         model, notes = make_trainable(reference.model, reference.frozen, recipe, settings.features.seed)
-        training = FineTuning(model, recipe.optimizer(rows.n_rows))
+        training = AdamWTraining(model, recipe.optimizer(rows.n_rows))
         order = recipe.order(rows.n_rows, settings.features.seed)
         for line in (*notes, *training.notes):
             progress.note(line)

@@ -51,7 +51,7 @@ from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.further_training import FurtherTraining
-from grasp.training.train import train, train_in_memory
+from grasp.training.train import train
 
 POLL_SECONDS = 2.0  # between checks whether other workers have finished
 TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
@@ -262,23 +262,19 @@ class Worker:
         if checkpoints is None:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
             checkpoints = tuple(sorted(steps - {0}))
-        if run.subset_id == WHOLE_CORPUS_RUN:
-            trained = train(
-                self.recipe,
-                self.store,
-                seed=run.seed,
-                tokenizer=self.tokenizer,
-                out=self.retrained.path / "reference" / f"seed-{run.seed}",
-                checkpoints=checkpoints,
-                device=self.device,
-                progress=progress,
-            )
-            return np.asarray(-evaluate_units(trained.model.to(self.device), self.tokens))
-        weight_N, device = self.weights(run), self.device
-        trainer = train_in_memory(
-            self.recipe, self.store, seed=run.seed, retained=weight_N, device=device, progress=progress
+        is_whole = run.subset_id == WHOLE_CORPUS_RUN
+        trained = train(
+            self.recipe,
+            self.store,
+            seed=run.seed,
+            retained=None if is_whole else self.weights(run),
+            tokenizer=self.tokenizer,
+            out=self.retrained.path / "reference" / f"seed-{run.seed}" if is_whole else None,
+            checkpoints=checkpoints if is_whole else (),
+            device=self.device,
+            progress=progress,
         )
-        return np.asarray(-trainer.model.unit_losses(self.tokens)[0])
+        return np.asarray(-evaluate_units(trained.model, self.tokens))
 
     @cached_property
     def _further(self) -> FurtherTraining:

@@ -227,12 +227,10 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
     """Return the training of a model from scratch by a recipe, of the size of `tiny`, in float32.
 
     Raises:
-        SettingsError: the recipe has an adapter, or does not clip gradients.
+        SettingsError: the recipe has an adapter.
     """
     if recipe.lora_r is not None:
         raise SettingsError(f"recipe: lora_r: got {recipe.lora_r}, but a new model has no adapter; remove it")
-    if not recipe.max_grad_norm:
-        raise SettingsError("recipe: max_grad_norm: got no limit, expected a number above 0 for a new model")
     shape = RECIPES["tiny"].shape.model_copy(update={"vocab_size": vocab_size, "context": context})
     settings = {"name": "proxy", "shape": shape, "cuda_autocast": False}
     return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)

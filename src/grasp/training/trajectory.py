@@ -12,14 +12,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grasp.arrays import F64, I64
@@ -28,8 +27,7 @@ from grasp.errors import ModelError
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
-from grasp.training.row_order import label_weights, token_batches
-from grasp.training.train import Trainer
+from grasp.training.row_order import TokenBatch, token_batches
 
 STATES = Schema(
     mark=Mark,
@@ -41,25 +39,6 @@ STATES = Schema(
 )
 MEMORY_BYTES = 4 << 30  # default limit of the states in memory
 RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order on a GPU, below the effect of dropout
-
-
-class TensorFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file, read on access."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __getitem__(self, key: str) -> Tensor:
-        with safe_open(self._path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        with safe_open(self._path, framework="pt") as file:
-            return iter(list(file.keys()))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 class TensorSets:
@@ -81,8 +60,8 @@ class TensorSets:
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
     def get(self, name: str) -> Mapping[str, Tensor]:
-        """Return a set, which must not be modified."""
-        return self._memory[name] if self._store is None else TensorFile(self._store.file(name))
+        """Return a set, which must not be modified; a file is mapped into memory, and read on access."""
+        return self._memory[name] if self._store is None else load_file(self._store.file(name))
 
     def drop(self, name: str) -> None:
         """Remove a set."""
@@ -101,16 +80,10 @@ class ParameterTensors(Sequence[Tensor]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, k: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, k: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(k, slice):
-            return [self[i] for i in range(*k.indices(self._count))]
-        return self._tensors[f"{range(self._count)[k]}.{self._suffix}"].to(self._device)
+    def __getitem__(self, k: Any) -> Any:
+        if not 0 <= k < self._count:
+            raise IndexError
+        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +118,11 @@ class TrajectorySize:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
-    """Rows of one step, in the form that `AdamWTraining.backward` expects."""
-
-    row_index_B: I64
-    ids_BL: I64
-    weight_BL: F64  # of the loss of the token that follows each position
-    n_labels: int
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """One step of a training run: its batch, the loss of its rows, its gradient, and the moments after it."""
 
     step: int
-    batch: StepBatch
+    batch: TokenBatch
     loss_B: F64  # contribution of each row to the loss
     gradient: Sequence[Tensor]  # before clipping
     first_after: Sequence[Tensor]
@@ -196,9 +159,7 @@ class Trajectory:
         assert steps == training.recipe.steps
         assert self.weight_N.shape == (rows.n_rows,)
         assert not training.step
-        if isinstance(training, Trainer):
-            assert training.model.n_models == 1
-            assert not training.uses_bfloat16, "its rounding error exceeds the finite differences"
+        assert not training.bfloat16, "its rounding error exceeds the finite differences"
         self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
         self.segment_bounds = [*range(0, steps, self.size.segment_steps), steps]
         self.directory = directory
@@ -245,38 +206,28 @@ class Trajectory:
         losses = self.restore(first)
         for _, loss_B in self._run_steps(first, self.segment_bounds[-1]):
             losses.append(float(loss_B.sum()))
+            self.training.check_loss(losses[-1])
             self.training.update()
             if self.training.step in self.segment_bounds:
-                if (bad := np.flatnonzero(~np.isfinite(losses))).size:
-                    raise ModelError(
-                        f"trajectory: step {bad[0]} had loss {losses[bad[0]]}, expected a number; lower the learning "
-                        "rate"
-                    )
                 self._store_state(self.training.step, losses)
             if progress is not None:
                 progress(self.training.step)
         return np.array(losses)
 
-    def _run_steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
+    def _run_steps(self, first: int, last: int) -> Iterator[tuple[TokenBatch, F64]]:
         """Yield the batches of some steps with the losses of their rows; the caller updates between steps."""
         for batch in self.batches(first, last):
             yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
 
-    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
+    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[TokenBatch]:
         """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
-        # the last batch of an epoch may be short, but `token_batches` reads batches of one size
-        training, groups = self.training, [list(group) for _, group in groupby(self.order[first:last], key=len)]
-        context, vocab_size = training.context, training.vocab_size
-        batches = chain.from_iterable(
-            token_batches(self.rows, [iter(order)], steps=len(order), context=context, vocab_size=vocab_size)
-            for order in groups
+        return token_batches(
+            self.rows,
+            self.order[first:last],
+            context=self.training.context,
+            vocab_size=self.training.vocab_size,
+            weight_N=self.weight_N if weight_N is None else weight_N,
         )
-        for batch in batches:
-            (row_index_B,) = batch.row_index_KB
-            weight_BL = label_weights(batch)[0].astype(np.float64)
-            n_labels = int(np.count_nonzero(weight_BL))
-            row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
-            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, n_labels)
 
     def retrain(self, weight_N: F64) -> None:
         """Train again from the start with other weights of the rows, without storing states."""
@@ -325,7 +276,7 @@ class Trajectory:
         first, last = segment
         forward_losses = self._segment_states.get(_state_name(last))["losses"].tolist()
         self.restore(first)
-        batches: list[tuple[StepBatch, F64]] = []
+        batches: list[tuple[TokenBatch, F64]] = []
         for batch, loss_B in self._run_steps(first, last):
             step, training = self.training.step, self.training
             loss = float(loss_B.sum())

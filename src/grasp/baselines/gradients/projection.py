@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.baselines.gradients.factors import materialise, select_examples
+from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import Block, GradientFactors
 from grasp.seeds import stream
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64, I64
+from grasp.baselines.gradients.factors import left_products, squared_norm
 from grasp.baselines.gradients.sinks import MatrixSink, UseSink
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, left_products, squared_norm
+from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 
 ELEMENTWISE = 32  # cost of a pair of positions besides its two inner products, in multiplications

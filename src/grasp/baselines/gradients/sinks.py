@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise_uses, select_examples
+from grasp.baselines.gradients.factors import materialise_uses, select_examples
+from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import GradientFactors, PerExample
 
 TakeMatrix = Callable[[int, Tensor, slice], None]
