@@ -148,7 +148,6 @@ def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, t
         (["--checkpoints", "gone"], "checkpoints: requires method"),
         (["--method", "loss", "--match", "output_layer"], "match: cannot be combined with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
-        (["--method", "retraining_shapley"], "pass their directory with --runs"),
         (["--method", "grasp"], "method: got grasp"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: not used by method loss"),
         (["--method", "loss", "--runs", "env"], "runs: not used by method loss"),

@@ -20,7 +20,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "tracin": {"layers": "all"},
     "less": {"layers": "all"},
     "trak": {"dimension": 16},
-    "retraining_shapley": {"players": "topic", "permutations": 2},
     "inrun": {"utility": "unit", "batch_rows": 1},
 }
 # Relative to the largest score: what rounding in other blocks and batches may change.

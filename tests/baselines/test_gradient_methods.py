@@ -75,7 +75,7 @@ def rates(world) -> np.ndarray:
     return rate / rate.sum()
 
 
-# ---------------------------------------------------------------------------------------- tracin, grad_cos
+# ---------------------------------------------------------------------------------------- tracin
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -110,20 +110,24 @@ def test_equal_weights_and_the_last_checkpoint(world, tmp_path, gradients):
 
 
 @pytest.mark.parametrize(("part", "parts"), [("all", [""]), ("body", ["layers.", "norm"]), ("embedding", ["embed"])])
-def test_grad_cos_equals_the_cosine_of_the_selected_parameters(part, parts, world, tmp_path, gradients):
+def test_tracin_of_the_last_checkpoint_is_the_cosine_of_the_selected_parameters(
+    part, parts, world, tmp_path, gradients
+):
     row_NP, unit_EP = concatenated(gradients(2), *parts)
     expected = unit_length(row_NP) @ unit_length(unit_EP).T
-    assert_close(scored(world, tmp_path, "grad_cos", layers=part), expected)
+    settings = {"dimension": None, "checkpoints": "last"}
+    assert_close(scored(world, tmp_path, "tracin", layers=part, **settings), expected)
 
 
-@pytest.mark.parametrize("name", ["grad_cos", "datainf", "influence"])
+@pytest.mark.parametrize("name", ["tracin", "datainf", "influence"])
 def test_units_that_do_not_fit_in_memory_need_further_passes_with_the_same_result(name, world, tmp_path, monkeypatch):
-    expected = scored(world, tmp_path / "one", name)
+    settings = {"tracin": {"dimension": None}}.get(name, {})
+    expected = scored(world, tmp_path / "one", name, **settings)
     monkeypatch.setattr("grasp.baselines.gradients.session.query_elements", lambda *_: 60_000)
-    message = account(world, tmp_path / "more", name, memory_mb=1).notes[0]
+    message = account(world, tmp_path / "more", name, memory_mb=1, **settings).notes[0]
     assert message in [f"exact, not projected, in {passes} passes over the rows per checkpoint" for passes in (2, 3)]
     # inner products over matrices of 16 x 32, in other blocks
-    assert_close(scored(world, tmp_path / "more", name, memory_mb=1), expected, rounding(16 * 32))
+    assert_close(scored(world, tmp_path / "more", name, memory_mb=1, **settings), expected, rounding(16 * 32))
 
 
 def test_groups_of_units_respect_the_memory_limit(world):

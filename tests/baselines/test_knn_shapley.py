@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.one_step.shapley import exact_shapley
 from grasp.baselines.hidden import hidden_at
 from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
-from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.one_step.shapley import exact_shapley
 from grasp.baselines.replay import BatchReplaySettings, Replay, check_finite
-from grasp.baselines.shapley import exact_shapley
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units

@@ -2,7 +2,7 @@ r"""Sums over checkpoints of inner products of gradients, optionally normalised,
 
     a_{i,e} = sum_c w_c <x_i, x_e>        x = g, or g / ||g||; for rows optionally Adam's update in place of g
 
-Start with `CosineMethod`, the base class of `tracin`, `less` and `grad_cos`. Shape letters: E units, K projected width.
+Start with `CosineMethod`, the base class of `tracin` and `less`. Shape letters: E units, K projected width.
 """
 
 from abc import abstractmethod
