@@ -12,7 +12,7 @@ from experiments.one_step import measure as measuring
 from experiments.one_step.game import Expansion, Gradients, StepUtility, sketched
 from experiments.one_step.measure import ResultCache, spearman_columns
 from experiments.one_step.setting import Case, Settings, World, fixed_subsets
-from grasp.baselines.shapley import exact_shapley
+from experiments.one_step.shapley import exact_shapley
 from grasp.errors import SettingsError
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel

@@ -76,7 +76,7 @@ class _CommonOptions(Settings):
     method: str
     seed: int = Field(0, ge=0)
     oracle_selected: bool = False
-    weighting: Weighting | None = None
+    weighting: Weighting = "mean"
     negative: float = Field(1.0, ge=0, le=1)
 
 
@@ -88,14 +88,14 @@ class ConfiguredMethod:
         label: name of the configuration, in results.
         method: the method with its settings.
         oracle_selected: whether it was selected on the utilities that it is evaluated on.
-        weighting: how row scores are aggregated over a subset. Default: as the method does.
+        weighting: how row scores are aggregated over a subset: their mean, or their sum (`count`).
         negative_scale: factor on negative row scores when subsets are predicted; the option `negative`.
     """
 
     label: str
     method: Method[Any]
     oracle_selected: bool = False
-    weighting: Weighting | None = None
+    weighting: Weighting = "mean"
     negative_scale: float = 1.0
 
 
@@ -145,7 +145,7 @@ def _configure(label: str, values: Any, error_prefix: str) -> ConfiguredMethod:
     for module, extra in method_class.required_modules.items():
         require(module, extra=extra, feature=f"method {common.method}")
     if issubclass(method_class, SubsetMethod):
-        row_options = {"weighting": common.weighting is not None, "negative": common.negative != 1.0}
+        row_options = {"weighting": common.weighting != "mean", "negative": common.negative != 1.0}
         if unused := [name for name, is_set in row_options.items() if is_set]:
             raise SettingsError(
                 f"{error_prefix}: {label}: {', '.join(unused)}: not supported by {common.method}, which predicts "
@@ -269,14 +269,13 @@ def _predict_by_rows(
     scores = score_rows(configured, inputs, cache)
     account, n_columns = scores.account, scores.shape[1]
     is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
-    weighting = configured.weighting or method.weighting
+    weighting = configured.weighting
     row_scores = RowScores(configured.label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, scores)
     predictions = row_scores.sum_over(subsets, weighting=weighting, negative=configured.negative_scale)
     if is_broadcast:
         values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
         predictions = replace(predictions, units=units, values_BE=values_BE)
-    seconds = None if scores.seconds is None else scores.seconds + account.ready
-    wall_and_cpu = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
+    wall_and_cpu = (None, None) if scores.seconds is None else (scores.seconds.wall, scores.seconds.cpu)
     predictions = replace(predictions, cost=Cost(account.features, n_columns, *wall_and_cpu))
     if weighting == "count":
         account = replace(account, notes=(*account.notes, SUM_NOTE))
