@@ -142,11 +142,6 @@ class CorpusSettings(Settings):
     path_labels: bool = Field(
         False, description="Make the labels file and directory, by the place of the file of a record."
     )
-    packing: Literal["document", "concat"] = Field(
-        "document",
-        description="document: split each document into rows; concat: join documents by EOS and cut into rows of fixed "
-        "length.",
-    )
     max_length: int | None = Field(
         None,
         ge=2,
@@ -156,13 +151,13 @@ class CorpusSettings(Settings):
     max_rows_per_document: int | None = Field(
         None,
         ge=1,
-        description="Use only the first rows of each document. null: all rows. `document` packing only.",
+        description="Use only the first rows of each document. null: all rows.",
     )
     shortest_end: int | None = Field(
         None,
         ge=1,
         description="Minimum number of tokens of the last row of a document that is split; shorter ones are left out, "
-        "since the relevance of a few tokens is noise. null: max_length / 8. `document` packing only.",
+        "since the relevance of a few tokens is noise. null: max_length / 8.",
     )
     limit: int | None = Field(None, ge=1, description="Maximum number of documents to read.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text stored per row for display; 0: none.")
