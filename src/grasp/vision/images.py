@@ -154,10 +154,6 @@ class ImageFolder:
         described = [(str(self._relative(file)), self.fs.info(file)) for file in self.files]
         return [[name, str(info.get("size")), str(info.get("mtime", ""))] for name, info in described]
 
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return no labels: the directory of an image is its class."""
-        return {}
-
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield files in chunks, from position `start` on."""
         for first in range(start, len(self.files), FILES_PER_CHUNK):
