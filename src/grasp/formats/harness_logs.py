@@ -135,7 +135,16 @@ def _parse_sample(
         return _parse_generation(record, location, unit, context)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
-    positions = _conditional_positions(requests, record, location)
+    # For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
+    # each request, later after all requests. So half of the requests have a context. If another share has, all requests
+    # are conditional, some with an empty context.
+    positions = [k for k, request in enumerate(requests) if request[0] != ""]
+    if "acc_mutual_info" in record and not positions:
+        raise TargetError(
+            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
+        )
+    if 2 * len(positions) != len(requests):
+        positions = list(range(len(requests)))
     pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
     if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
@@ -202,21 +211,6 @@ def _ordered_values(group: Any) -> list[Any]:
     return [value for value in group if value is not None]
 
 
-def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], location: str) -> list[int]:
-    """Return the positions of the requests for conditional likelihoods, those with the context of the question.
-
-    For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
-    each request, later after all requests. So half of the requests have a context. If another share has, all requests
-    are conditional, some with an empty context.
-    """
-    with_context = [k for k, request in enumerate(requests) if request[0] != ""]
-    if "acc_mutual_info" in record and not with_context:
-        raise TargetError(
-            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
-        )
-    return with_context if 2 * len(with_context) == len(requests) else list(range(len(requests)))
-
-
 def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
     """Parse the messages of a chat, which the harness logs as a list with one JSON text; None: the context is text."""
     if isinstance(context, list | tuple) and len(context) == 1 and isinstance(context[0], str):
@@ -270,7 +264,10 @@ class _MultipleChoice:
     ) -> "_MultipleChoice":
         """Return a document, with the gold choices by both encodings."""
         texts = [continuation for _, continuation in pairs]
-        positions = _parse_positions(target, len(pairs))
+        value = _parse_literal(target) if isinstance(target, str) else target
+        numbers = value if isinstance(value, list) else [value]  # of all correct choices
+        are_positions = all(isinstance(number, int) and 0 <= number < len(pairs) for number in numbers)
+        positions = tuple(map(int, numbers)) if are_positions else ()
         if len(set(texts)) > 1:
             # a number that is not a text (True, or an integer in older logs) is a position
             by_text = () if isinstance(target, int) else _find_choices(target, texts)
@@ -278,7 +275,12 @@ class _MultipleChoice:
         elif positions and not _find_choices(target, texts):  # the choices are contexts, and the target is the position
             by_number = by_text = positions
         else:  # the choices are contexts, and the target is the text of the one continuation (winogrande)
-            by_number = by_text = _correct_by_accuracy(predicted, len(pairs))
+            # the prediction if it is correct, else the other one of two choices
+            by_number = by_text = ()
+            if predicted is not None and predicted.is_correct:
+                by_number = by_text = (predicted.position,)
+            elif predicted is not None and len(pairs) == 2:
+                by_number = by_text = (1 - predicted.position,)
             if not by_text:
                 raise TargetError(
                     f"{location}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
@@ -304,7 +306,14 @@ class _MultipleChoice:
         # If the encodings disagree on a document, the logged accuracies of all documents must select one encoding.
         differing = [k for k in range(len(samples)) if len({encoding[k][0] for encoding in encodings}) > 1]
         if differing:
-            encodings = [encoding for encoding in encodings if all(map(_MultipleChoice._agrees, samples, encoding))]
+            encodings = [
+                encoding
+                for encoding in encodings
+                if all(
+                    sample.predicted is None or (sample.predicted.position in gold) == sample.predicted.is_correct
+                    for sample, gold in zip(samples, encoding, strict=True)
+                )
+            ]
             if len(encodings) != 1:
                 sample = samples[differing[0]]
                 number, text = (sample.pairs[gold[0]][1] for gold in (sample.by_number, sample.by_text))
@@ -314,10 +323,6 @@ class _MultipleChoice:
                 )
         for sample, gold in zip(samples, encodings[0], strict=True):
             sample.gold = gold[0]
-
-    def _agrees(self, gold: tuple[int, ...]) -> bool:
-        """Return whether the logged accuracy is that of the logged prediction if these choices are correct."""
-        return self.predicted is None or (self.predicted.position in gold) == self.predicted.is_correct
 
     def to_unit(self) -> Unit:
         """Return the document as a unit, with the gold choice as its completion."""
@@ -331,20 +336,14 @@ class _MultipleChoice:
         )
 
 
-def _parse_positions(target: Any, count: int) -> tuple[int, ...]:
-    """Parse a target as a position below `count`, or a list of positions if several choices are correct."""
-    value = _parse_literal(target) if isinstance(target, str) else target
-    numbers = value if isinstance(value, list) else [value]
-    are_positions = all(isinstance(number, int) and 0 <= number < count for number in numbers)
-    return tuple(map(int, numbers)) if are_positions else ()
-
-
 def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
     """Return the positions of the choices with the text of a target, or with one of its texts if it is a list.
 
     All choices may have the same delimiter before the text.
     """
-    answers = target if isinstance(target, list) else _parse_texts(target) or [target]
+    value = _parse_literal(target) if isinstance(target, str) else target
+    are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    answers = value if isinstance(target, list) or (are_texts and value) else [target]
     positions: list[int] = []
     for answer in answers:
         if isinstance(answer, str) and answer.strip():
@@ -371,19 +370,6 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _P
     if accuracy not in (0.0, 1.0) or any(isnan(value) for value in likelihoods):
         return None
     return _Prediction(likelihoods.index(max(likelihoods)), accuracy == 1.0)
-
-
-def _correct_by_accuracy(predicted: _Prediction | None, count: int) -> tuple[int, ...]:
-    """Infer the gold choice from the accuracy: the prediction if it is correct, else the other one of two choices.
-
-    Returns:
-        The position of the gold choice; empty if it cannot be inferred.
-    """
-    if predicted is None:
-        return ()
-    if predicted.is_correct:
-        return (predicted.position,)
-    return (1 - predicted.position,) if count == 2 else ()
 
 
 # ---------------------------------------------------------------------------------------------------- generation
@@ -480,12 +466,6 @@ def _parse_literal(text: str) -> Any:
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
-
-
-def _parse_texts(target: Any) -> tuple[str, ...] | None:
-    """Parse a target that is the text of a list of texts; None: it is not."""
-    value = _parse_literal(target) if isinstance(target, str) else None
-    return tuple(value) if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
 
 
 def _canonical_answer(answers: Sequence[str] | None, doc: Any) -> str | None:
