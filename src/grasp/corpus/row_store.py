@@ -26,7 +26,7 @@ from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
-from grasp.corpus.documents import Corpus, Document
+from grasp.corpus.documents import Corpus
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
     ARROW_TYPE,
@@ -64,7 +64,8 @@ SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
-DEFAULT_MAX_LENGTH: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
+# default maximum tokens of a row, if the model's context is not shorter and the first rows of token ids are not longer
+DEFAULT_MAX_LENGTH: Final = 2_048
 
 
 class RowsMark(Mark):
@@ -237,7 +238,21 @@ class RowStore:
         """
         opened = corpus or Corpus(open_source(settings.path, settings.split), settings)
         first_documents = [render_document(document, tokenizer, settings) for document in opened.first]
-        row_settings = _with_max_length(settings, first_documents, context)
+        row_settings = settings
+        if settings.max_length is None:
+            lengths = [len(document.input_ids) for document in first_documents if document.input_ids is not None]
+            longest = max([DEFAULT_MAX_LENGTH, *lengths])
+            row_settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
+        # A tokenizer is identified by its special ids, and by the encoding of the first texts, which seldom agree.
+        probes = [document for document in first_documents if document.needs_tokenizer][:PROBE_TEXTS]
+        encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
+        encoded += [document.answers for document in probes if document.answers is not None]
+        encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
+        identity = {
+            "eos_id": tokenizer.eos_id,
+            "vocab_size": tokenizer.vocab_size,
+            "encoding": hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest(),
+        }
         return cls._write(
             directory,
             source=opened.source,
@@ -247,7 +262,7 @@ class RowStore:
             progress=progress,
             shard_rows=shard_rows,
             replace=replace,
-            reader={"tokenizer": _tokenizer_identity(tokenizer, first_documents)},
+            reader={"tokenizer": identity},
             details={"max_length": row_settings.max_length, "columns": opened.columns},
         )
 
@@ -614,28 +629,6 @@ def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]
 def _files_of(source: Source) -> dict[str, list[str]]:
     """Return size and stamp of each file of a corpus, by name."""
     return {name: [size, stamp] for name, size, stamp in source.identity()}
-
-
-def _with_max_length(settings: CorpusSettings, first: Sequence[Document], context: int | None) -> CorpusSettings:
-    """Return settings with a maximum number of tokens of a row.
-
-    The default is the model's context, at most DEFAULT_MAX_LENGTH unless the first rows of token ids are longer.
-    """
-    if settings.max_length is not None:
-        return settings
-    lengths = [len(document.input_ids) for document in first if document.input_ids is not None]
-    longest = max([DEFAULT_MAX_LENGTH, *lengths])
-    return settings.model_copy(update={"max_length": min(longest, context or longest)})
-
-
-def _tokenizer_identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
-    """Return what identifies a tokenizer: special ids, and the encoding of the first texts, which seldom agree."""
-    probes = [document for document in first if document.needs_tokenizer][:PROBE_TEXTS]
-    encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
-    encoded += [document.answers for document in probes if document.answers is not None]
-    encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
-    encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
-    return {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size, "encoding": encoding}
 
 
 def _split_column(with_content: pa.Table) -> I64 | None:
