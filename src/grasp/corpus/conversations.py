@@ -269,11 +269,7 @@ def _with_completion(prompt: str, completion: str) -> Content:
 
 
 def _are_turns(values: Mapping[str, Any], location: str) -> bool:
-    """Return whether a prompt and its answers that are texts are turns: with a system text, a chat template joins them.
-
-    Raises:
-        CorpusError: there is no system text, but another column that only a chat template reads.
-    """
+    """Return whether a prompt and its answers that are texts are turns, since they have a system text."""
     if values.get("system") is not None:
         return True
     arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
@@ -342,11 +338,7 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
 
 
 def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
-    """Return both sides of a preference pair of chats, each with one answer after the common beginning.
-
-    Raises:
-        CorpusError: a side has more turns, or no answer.
-    """
+    """Return both sides of a preference pair of chats, each with one answer after the common beginning."""
     sides = [_parse_side(record[name], name, location) for name in PAIR]
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal

@@ -125,12 +125,6 @@ def _record_labels(
 
     A nested field may have the name of a column, as in ``{"a": {"b": 1}, "a.b": 2}``. The column takes precedence if it
     has a value: label ``a.b`` is 2 here, and 1 if the column is null.
-
-    Args:
-        values: plain values of the record.
-        roles: roles of its columns.
-        flattener: flattens nested values.
-        only_text: whether all values are text, as in CSV.
     """
     labels: dict[str, Label] = {}
     shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
@@ -322,11 +316,7 @@ class Corpus:
 
 
 def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
-    """Build documents from records.
-
-    Raises:
-        CorpusError: invalid token ids, or columns of unexpected types.
-    """
+    """Build documents from records."""
     for record in records:
         ids = record.values.get(settings.ids_column)
         input_ids = None if ids is None else _token_ids(ids, settings.ids_column, record.location)
@@ -351,15 +341,7 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
 
 
 def _token_ids(ids: Any, column: str, location: str) -> I32:
-    """Return the token ids of a record.
-
-    Args:
-        ids: a list, or an Arrow array.
-        column: name of the column, for messages.
-        location: location of the record, for messages.
-    Raises:
-        CorpusError: another type, or an id beyond 32 bits.
-    """
+    """Return the token ids of a record."""
     is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
     # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
     array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)

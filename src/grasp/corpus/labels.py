@@ -82,11 +82,7 @@ class Flattener:
     ) -> Iterator[tuple[str, Label]]:
         """Yield the labels of a value and of its members, recursively.
 
-        Args:
-            name: dotted path of the value.
-            value: parsed value of the column or field.
-            not_labels: receives paths of fields that cannot be labels, and columns with more fields than `MAX_FIELDS`.
-            is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
+        `not_labels` receives paths of fields that cannot be labels, and columns with more fields than `MAX_FIELDS`.
         """
         if isinstance(value, dict):
             for key, member in value.items():

@@ -157,13 +157,7 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
 
 
 def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) -> Document:
-    """Render a document, or one side of a preference pair; see `render_document`.
-
-    Args:
-        document: document to render.
-        tokenizer: has the chat template of conversations.
-        loss_on: the part that carries loss: assistant, completion or all; None: answers if there are any.
-    """
+    """Render a document, or one side of a preference pair; see `render_document`."""
     text, loss_spans, left_out = document.text, document.answers, document.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
@@ -243,15 +237,7 @@ class _Packer:
     def rows_of(
         self, document: Document, tokens: TokenizedText | None, rejected: TokenizedText | None
     ) -> Iterator[Row]:
-        """Yield the rows of a document.
-
-        Args:
-            document: a document, rendered by `render_document`.
-            tokens: tokens of its text; None if it has token ids or no text.
-            rejected: tokens of the rejected side of a preference pair.
-        Raises:
-            CorpusError: an id outside the vocabulary.
-        """
+        """Yield the rows of a document."""
         for reason, example in document.left_out:
             self._skipped.add(reason, document.name, example)
         if document.unusable:
@@ -294,11 +280,7 @@ class _Packer:
             start = stop
 
     def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Piece:
-        """Return all tokens of a document, with the special tokens that end a text.
-
-        Raises:
-            CorpusError: an id outside the vocabulary.
-        """
+        """Return all tokens of a document, with the special tokens that end a text."""
         unchecked: I32 | I64 | None = document.input_ids if tokens is None else tokens.ids
         assert unchecked is not None
         vocab_size = self._tokenizer.vocab_size
@@ -387,13 +369,7 @@ class _Packer:
         )
 
     def _build_row(self, piece: _Piece, prefix: I32, next_cursor: Cursor) -> Iterator[Row]:
-        """Yield a row unless it is too short.
-
-        Args:
-            piece: tokens of the row.
-            prefix: special tokens at the beginning, added if missing.
-            next_cursor: position of the next row.
-        """
+        """Yield a row unless it is too short."""
         document, ids, loss_mask = piece.document, piece.ids, piece.loss_mask
         ordinal = max(0, next_cursor.n_named_rows - 1)  # among the rows of the document
         row_id = document.name + (f"#{ordinal}" if ordinal else "")

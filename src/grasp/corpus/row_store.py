@@ -281,17 +281,11 @@ class RowStore:
         reader: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> Self:
-        """Write the missing shards and the summary, or open a complete store.
+        """Write the missing shards and the summary, or open a complete store; other arguments as in `write`.
 
         Args:
-            directory: directory of the store, which may hold an interrupted one.
-            source: source of the corpus.
-            settings: settings of the corpus.
             documents: returns the documents of the source from a position on; they have an index and a location.
             rows: packs documents into rows from a cursor on, and adds to the skipped ones.
-            progress: callback that receives the number of rows of each finished shard.
-            shard_rows: rows per shard.
-            replace: delete rows of other input in `directory`.
             reader: identity of what reads the source; together with settings and corpus it identifies the store.
             details: further entries of the summary.
         Raises:
@@ -610,10 +604,6 @@ def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]
     """Return each label with the narrowest kind that holds the values of every shard.
 
     A nested JSON field that is null in some lines looks there like a label without values, and is left out.
-
-    Args:
-        pairs: labels and kinds of all shards.
-        ignored: columns that are not labels.
     """
     kinds_of: dict[str, list[Kind]] = {}
     for label, kind in pairs:

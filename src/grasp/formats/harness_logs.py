@@ -112,15 +112,7 @@ def _is_sample(record: Mapping[str, Any]) -> bool:
 def _parse_sample(
     record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
-    """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later.
-
-    Args:
-        record: fields of the record.
-        location: file and line of the record, for messages.
-        task: target of a record without a field `task`.
-        position: position in the log, the default of `doc_id`.
-        loss_on: tokens of the unit that carry loss.
-    """
+    """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later."""
     requests = _parse_requests(record["arguments"], location)
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
@@ -152,16 +144,7 @@ def _parse_sample(
 
 
 def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
-    """Parse a record whose request is a text or a chat to continue.
-
-    Args:
-        record: fields of the record.
-        location: file and line of the record, for messages.
-        unit: the unit, without its prompt and completion.
-        context: the text, or the messages of the chat.
-    Raises:
-        TargetError: the context is neither, or the target is missing or no answer.
-    """
+    """Parse a record whose request is a text or a chat to continue."""
     doc, target = record["doc"], record.get("target")
     turns = _parse_turns(context)
     if turns is None and not isinstance(context, str):
@@ -178,11 +161,7 @@ def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, cont
 
 
 def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
-    """Return the arguments of each request, in order.
-
-    Raises:
-        TargetError: these are not requests, or a request has images or audio.
-    """
+    """Return the arguments of each request, in order."""
     try:
         requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
         if not all(requests) or not requests:
@@ -290,11 +269,7 @@ class _MultipleChoice:
 
     @staticmethod
     def resolve(samples: "Sequence[_MultipleChoice]") -> None:
-        """Set `gold` of all documents of a task, whose targets are encoded alike: by number or by text.
-
-        Raises:
-            TargetError: a target is neither, or is ambiguous.
-        """
+        """Set `gold` of all documents of a task, whose targets are encoded alike: by number or by text."""
         if invalid := next((sample for sample in samples if not sample.by_number), None):
             raise TargetError(
                 f"{invalid.location}: target: got {invalid.target!r:.{_SHOWN}}, expected the number or the text of one "
@@ -420,11 +395,7 @@ class _Generation:
 
     @staticmethod
     def resolve(samples: "Sequence[_Generation]") -> None:
-        """Set `answer` of all documents of a task. Targets are lists of answers unless all documents quote them.
-
-        Raises:
-            TargetError: a list has no answers.
-        """
+        """Set `answer` of all documents of a task. Targets are lists of answers unless all documents quote them."""
         are_lists = any(sample.answers is not None and not sample.is_quoted for sample in samples)
         for sample in samples:
             sample.answer = sample.target

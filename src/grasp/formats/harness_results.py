@@ -210,9 +210,6 @@ def _merge_task(run: str, results: Sequence[TaskResults], remarks: list[Remark])
     """Merge the results of one task from different files. Appends to `remarks`.
 
     The newest results are completed from older files with the same conditions.
-
-    Raises:
-        RunsError: results or conditions differ between files without dates.
     """
     newest, *older = sorted(results, key=lambda result: result.date, reverse=True)
     task = newest.task

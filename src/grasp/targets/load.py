@@ -256,11 +256,7 @@ def read_records(
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
-    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit.
-
-    Args:
-        entry: the fields of `CorpusSettings` that the entry sets.
-    """
+    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit."""
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for location, record in read_records(settings.path, settings.split, field="targets.names"):
@@ -281,11 +277,7 @@ def unread_files_notes(settings: TargetSettings) -> list[str]:
 
 
 def _find_logs(directory: str) -> list[str]:
-    """Return the log files of a harness below a local directory, one per task; empty if there are none.
-
-    Raises:
-        TargetError: there are two log files of a task.
-    """
+    """Return the log files of a harness below a local directory, one per task; empty if there are none."""
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
         if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):

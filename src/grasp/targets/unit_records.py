@@ -181,13 +181,7 @@ def _answer_unit(unit: Unit, content: Content | None, location: str) -> Unit:
 
 
 def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[UnitFields, Content | None]:
-    """Parse a record, and its content if that is a conversation or a preference pair.
-
-    Args:
-        values: fields of the record that are not null.
-        form: see `form_of`.
-        location: location of the record, for messages.
-    """
+    """Parse a record, and its content if that is a conversation or a preference pair."""
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
         prompt, answer = question_prompt(values, location), _parse_answer(values["answer"], location)

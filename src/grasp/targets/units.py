@@ -231,14 +231,7 @@ def _truncate(
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits.
 
     The prompt loses its beginning, but not the special tokens that the tokenizer puts before texts (`prefix_ids`).
-
-    Args:
-        unit: a unit, or a wrong answer of one.
-        tokens: its tokens, without truncation.
-        tokenizer: tokenizer of the model.
-        max_length: maximum number of tokens.
-        context: context length of the model; None: no limit.
-        n_reserved: number of tokens for which room is left, since another answer is longer.
+    Room is left for `n_reserved` tokens, since another answer is longer.
     """
     location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:
