@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Content, Conversation, Span, entry_notes, form_of, holds_turns
+from grasp.corpus.conversations import Content, Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value, one_line
+from grasp.corpus.text_files import cell_value, is_delimited, one_line
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -87,7 +87,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         return roles_by_file[file].columns_to_read
 
     for chunk in source.chunks(start, select_columns):
-        file_labels = source.file_labels(chunk.name) if settings.path_labels else {}
+        file_labels = chunk.file_labels if settings.path_labels else {}
         for index, (location, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
@@ -98,9 +98,14 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 roles = roles_of_line[fields]
             else:
                 roles = roles_by_file[chunk.name]
-            row_id, doc_id = _record_ids(values, roles, settings)
-            only_text = isinstance(chunk, JsonRecord) and chunk.is_text  # as in CSV
+            row_id = None if roles.row_id is None else label_text(values.get(roles.row_id))
+            doc_id = None if roles.doc_id is None else label_text(values.get(roles.doc_id))
+            if doc_id is None and settings.doc_id_column != "":  # the id of a record identifies its document
+                doc_id = row_id
+            only_text = isinstance(chunk, JsonRecord) and is_delimited(chunk.name)
             labels, without_label = _record_labels(values, roles, flattener, only_text=only_text)
+            # nested values of label columns are large, and only needed for labels
+            large = [name for name in roles.label_by_column if isinstance(values.get(name), list | dict)]
             yield Record(
                 index=index,
                 file=chunk.name,
@@ -108,18 +113,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 row_id=row_id,
                 doc_id=doc_id,
                 labels={**file_labels, **labels},
-                values=_without_nested_labels(values, roles),
+                values={name: value for name, value in values.items() if name not in large},
                 ignored=tuple(sorted({*roles.ignored, *without_label})) if without_label else roles.ignored,
             )
-
-
-def _record_ids(values: Mapping[str, Any], roles: _Roles, settings: CorpusSettings) -> tuple[str | None, str | None]:
-    """Return the row id and the document id of a record; None: generated."""
-    row_id = None if roles.row_id is None else label_text(values.get(roles.row_id))
-    doc_id = None if roles.doc_id is None else label_text(values.get(roles.doc_id))
-    if doc_id is None and settings.doc_id_column != "":  # the id of a record identifies the document that it holds
-        doc_id = row_id
-    return row_id, doc_id
 
 
 def _record_labels(
@@ -129,12 +125,6 @@ def _record_labels(
 
     A nested field may have the name of a column, as in ``{"a": {"b": 1}, "a.b": 2}``. The column takes precedence if it
     has a value: label ``a.b`` is 2 here, and 1 if the column is null.
-
-    Args:
-        values: plain values of the record.
-        roles: roles of its columns.
-        flattener: flattens nested values.
-        only_text: whether all values are text, as in CSV.
     """
     labels: dict[str, Label] = {}
     shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
@@ -150,15 +140,6 @@ def _record_labels(
             labels[label] = None if isinstance(value, float) and math.isnan(value) else value
     labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
     return labels, without_label
-
-
-def _without_nested_labels(values: dict[str, Any], roles: _Roles) -> dict[str, Any]:
-    """Drop the nested values of label columns, which are large and only needed for labels."""
-    return {
-        column: value
-        for column, value in values.items()
-        if not (column in roles.label_by_column and isinstance(value, list | dict))
-    }
 
 
 def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf, location: str) -> _Roles:
@@ -321,7 +302,10 @@ class Corpus:
     @property
     def notes(self) -> list[str]:
         """Return notes on the dataset entry that says how it is read, and on files that are not read."""
-        return [*entry_notes(self.settings), *unread_files_note(self.source)]
+        notes, fields = unread_files_note(self.source), self.settings.fields
+        if fields is None or not fields.origin:
+            return notes
+        return [f"{fields.origin}: {self.settings.path}, read as {fields.form}", *fields.notes, *notes]
 
     def documents(self, start: int) -> Iterator[Document]:
         """Yield the documents from position `start` on; the first call with 0 continues the open stream."""
@@ -332,11 +316,7 @@ class Corpus:
 
 
 def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
-    """Build documents from records.
-
-    Raises:
-        CorpusError: invalid token ids, or columns of unexpected types.
-    """
+    """Build documents from records."""
     for record in records:
         ids = record.values.get(settings.ids_column)
         input_ids = None if ids is None else _token_ids(ids, settings.ids_column, record.location)
@@ -361,15 +341,7 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
 
 
 def _token_ids(ids: Any, column: str, location: str) -> I32:
-    """Return the token ids of a record.
-
-    Args:
-        ids: a list, or an Arrow array.
-        column: name of the column, for messages.
-        location: location of the record, for messages.
-    Raises:
-        CorpusError: another type, or an id beyond 32 bits.
-    """
+    """Return the token ids of a record."""
     is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
     # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
     array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)

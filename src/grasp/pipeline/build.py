@@ -62,7 +62,7 @@ from grasp.yaml_files import (
 REQUIRED = {
     "--model": ("model.path",),
     "--corpus": ("corpus.path",),
-    "--targets": ("targets.names", "targets.datasets"),
+    "--targets": ("targets.names",),
 }  # settings of which one is required, by the option of `grasp build` that sets the first
 PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
 
