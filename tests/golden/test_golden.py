@@ -52,8 +52,6 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
         "change_if_dropped": label.dropped.value_GT.T.tolist(),
         "interval_low": label.by_relevance.low_GT.T.tolist(),
         "interval_high": label.by_relevance.high_GT.T.tolist(),
-        "mean_effect": label.mean_GT.T.tolist(),
-        "cosine": label.cosine_GG if label.cosine_GG is None else label.cosine_GG.tolist(),
     }
 
 

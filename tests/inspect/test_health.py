@@ -11,7 +11,6 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.inspect import health as checking
-from grasp.inspect import rescoring as sample
 from grasp.inspect.health import check
 from grasp.inspect.rescoring import (
     features_one_by_one,
@@ -83,7 +82,6 @@ def protocol(**components):
 ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
 PLAIN = {
     *(f"tail, {kernel}" for kernel in ("output_layer", "embedding", "knn")),
-    "moments drawn again",
     "residual beyond top-k",
     "batch invariance",
     "ranking stability",
@@ -136,39 +134,16 @@ def test_checks_cover_the_protocol_and_state_the_healthy_range(of_plain, all_of_
         numbers = {row["check"]: row["number"] for row in rows}
         assert numbers["residual beyond top-k"] == named["residual beyond top-k"].numbers["share"]
         assert numbers["ranking stability"] is None
-        unmeasured = {"ranking stability"} | ({"moments drawn again"} if report is all_of_plain else set())
-        assert {finding.name for finding in report.checks if finding.verdict == "not measured"} == unmeasured
+        assert [finding.name for finding in report.checks if finding.verdict == "not measured"] == ["ranking stability"]
 
 
-def test_rankings_that_depend_on_one_row_or_on_sampled_moments_are_reported(plain, of_plain, monkeypatch):
+def test_rankings_that_depend_on_one_row_are_reported(plain, of_plain):
     named = by_name(of_plain)
     for kernel in ("output_layer", "embedding", "knn"):
         square_NE = plain.array_rows(f"relevance_{kernel}", np.arange(plain.n_rows)).astype(np.float64) ** 2
         share_E = square_NE.max(axis=0) / np.maximum(square_NE.sum(axis=0), 1e-300)
         assert named[f"tail, {kernel}"].numbers["median"] == pytest.approx(np.median(share_E))
         assert named[f"tail, {kernel}"].verdict == ("healthy" if np.median(share_E) <= 0.2 else "look")
-    redrawn = named["moments drawn again"].numbers
-    assert redrawn["ranks"] == min(redrawn[target] for target in plain.targets)
-    # the same rows twice: both samples are equal
-    monkeypatch.setattr(sample, "_two_samples", lambda loss_counts_N, *_: (np.arange(len(loss_counts_N)),) * 2)
-    same = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
-    assert same.numbers["ranks"] == pytest.approx(1.0)
-    assert same.verdict == "healthy"
-    # moments of a single row are unstable
-    monkeypatch.setattr(sample, "_two_samples", lambda *_: (np.array([0]), np.array([1])))
-    shaky = by_name(check(plain, rows=32, subsets=20))["moments drawn again"]
-    assert shaky.numbers["ranks"] < 0.95
-    assert shaky.verdict == "look"
-
-
-def test_two_samples_of_moments_have_no_row_in_common_and_as_many_positions_with_loss():
-    loss_counts_N = np.array([50] + [5] * 40)
-    for seed in range(20):
-        first, second = sample._two_samples(loss_counts_N, 60, seed)
-        assert not set(first) & set(second)
-        assert min(loss_counts_N[first].sum(), loss_counts_N[second].sum()) >= 60
-        first, second = sample._two_samples(np.array([2, 90]), 60, seed)
-        assert len(first) == len(second) == 1
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +323,6 @@ def test_missing_tokens_or_model_give_advice_and_stored_features_need_neither(ro
     assert named["batch invariance"].verdict == "not measured"
     settings = world(root / "gone", features={"kernels": EVERY})
     art = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    assert "moments are over positions" in by_name(check(art, rows=16, subsets=5))["moments drawn again"].advice
     shutil.rmtree(settings.model.path)  # it is not looked up on a hub
     named = by_name(check(art, rows=16, subsets=5, protocol=ALL))
     assert "no such local model" in named["batch invariance"].advice

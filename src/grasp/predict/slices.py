@@ -10,7 +10,6 @@ that are lists.
 
 import functools
 import json
-import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -276,24 +275,3 @@ def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: Sl
         shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
         change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
     return change_GE
-
-
-def cosines(slices: SubsetSums) -> F64 | None:
-    """Return cosines (G, G) between the sketch sums of slices, after subtracting the corpus mean from every row.
-
-    nan if a sum is zero; the diagonal is 1. None if the predictor has no sketches.
-    """
-    sketches = [name for name in SIMILARITY_SKETCHES if name in slices.sketch]
-    if not sketches:
-        return None
-    rows_G = slices.n_retained_B
-    grams = (slices.sketch[name] @ slices.sketch[name].T for name in sketches)
-    gram_GG = functools.reduce(operator.add, grams)
-    # subtracting the mean sketch m of all rows: s_g - n_g m, with m = sum_h s_h / N, is a matrix product
-    shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()
-    centred_GG = shift_GG @ gram_GG @ shift_GG.T
-    size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
-    product_GG = np.outer(size_G, size_G)
-    floor = 1e-12 * float(np.trace(gram_GG))
-    cosine_GG = ratio(centred_GG, product_GG, minimum=floor, undefined=np.nan)
-    return np.asarray(np.clip(cosine_GG, -1.0, 1.0))

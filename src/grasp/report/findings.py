@@ -40,7 +40,6 @@ from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
-    cosines,
     dropped_intervals,
     label_slices,
     slice_effects,
@@ -52,7 +51,6 @@ from grasp.report.example_rows import (
     Figures,
     Shades,
     collect_example_rows,
-    cross_labels,
     explain_rows,
     iterate_columns,
 )
@@ -92,10 +90,6 @@ NO_SELECTION = Missing(
 NO_MIXTURE = Missing(
     "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
 )
-NO_SKETCHES = Missing(
-    "The artifact has no sketches, which the similarity of slices is computed from.",
-    "Rebuild it with features.hidden_width and features.residual_width above 0.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +114,6 @@ class LabelFindings:
     names: list[str]  # display names of the slices
     dropped: Change  # change if the slice is dropped, in `Findings.unit`; negative if the slice helps
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
-    mean_GT: F64  # mean effect of the slice's rows; 0 is the average row of the corpus
-    cosine_GG: F64 | None  # cosine similarity of the slices' mean sketches; None: no sketches
     weights_model: F64 | Predictor  # what `payload` computes the change under any weights of the slices from
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
@@ -170,7 +162,6 @@ class Findings:
     effect_unit: str  # unit of predictions without runs
     scored_by: str  # one-line description of the scoring rule
     labels: tuple[LabelFindings, ...]
-    crossed: LabelFindings | None  # pairs of values of the first two labels
     top_share: float  # share of rows in `top_gains`
     top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
     rows: ExampleRows
@@ -199,7 +190,6 @@ class Findings:
             (Missing(self.unshaded, ""), bool(self.unshaded)),
             (NO_LABELS, not self.labels),
             (NO_TEXT, not any(row["snippet"] for row in self.rows.rows)),
-            (NO_SKETCHES, bool(self.labels) and self.labels[0].cosine_GG is None),
             *((part, True) for part in optional if isinstance(part, Missing)),
         )
         return tuple(missing for missing, condition in conditions if condition)
@@ -255,7 +245,8 @@ def collect_findings(
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
         run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
-    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILARITY_SKETCHES)
+    sketches = () if runs is None else SIMILARITY_SKETCHES
+    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     outcomes = NO_RUNS if runs is None else _fit_outcomes(predictor, artifact, runs, partial=partial)
@@ -264,12 +255,7 @@ def collect_findings(
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
 
     labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
-    crossed = None
-    if len(slices_by_label) > 1:
-        crossed = _label_findings(artifact, predictor, cross_labels(*slices_by_label[:2]), None)
-    rows = collect_example_rows(
-        artifact, predictor, slices_by_label, None if crossed is None else crossed.slices, _reliable_rows(artifact)
-    )
+    rows = collect_example_rows(artifact, predictor, slices_by_label, _reliable_rows(artifact))
     shades, figures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
@@ -294,7 +280,6 @@ def collect_findings(
         effect_unit=predictor.unit,
         scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
-        crossed=crossed,
         top_share=n_top / artifact.n_rows,
         top_gains=_top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
@@ -397,4 +382,4 @@ def _label_findings(
     # other changes are not a sum over slices
     weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)
-    return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)
+    return LabelFindings(slices, names, dropped, by_relevance, weights_model)

@@ -23,7 +23,6 @@ View = dict[str, Any]
 
 MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
 BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
-PAIRS_SHOWN = 6
 SHARES_SHOWN = 30  # label values in the table of a selection
 CURVE_SHOWN = 12  # budgets in the table of a selection
 POINTS_SHOWN = 400  # points of a scatter plot
@@ -206,7 +205,7 @@ def _agreement(findings: Findings, target: str) -> str:
 
 
 def slices(label: LabelFindings, targets: Sequence[str]) -> View:
-    """Return the table of a label (one row per slice), and its most similar slices."""
+    """Return the table of a label, one row per slice."""
     names, dropped = label.names, label.dropped
     mean_G, scale = dropped.value_GT.mean(axis=1), _bar_scale(dropped.value_GT)
     lines = []
@@ -216,21 +215,11 @@ def slices(label: LabelFindings, targets: Sequence[str]) -> View:
         if len(targets) > 1:
             cells.append(_bar(mean_G[g], nan, nan, scale))
         lines.append({"g": g, "name": names[g], "rows": label.slices.slices[g].rows, "cells": cells})
-    # slices with similar and with opposite mean sketches. Source: eq:ia-discrete-curvature
-    cosine_GG = np.empty((0, 0)) if label.cosine_GG is None else label.cosine_GG
-    pairs = [(i, j) for i, j in zip(*np.triu_indices(len(cosine_GG), 1), strict=True) if np.isfinite(cosine_GG[i, j])]
-    pairs.sort(key=lambda pair: -cosine_GG[pair])
-    similar, opposite = (
-        [[names[i], names[j], signed(float(cosine_GG[i, j]), 2)] for i, j in ends if sign * cosine_GG[i, j] > 0]
-        for sign, ends in ((1, pairs[:PAIRS_SHOWN]), (-1, pairs[::-1][:PAIRS_SHOWN]))
-    )
     return {
         "title": plain(label.slices.label, 40),
         "lines": lines,
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
         "last": names[-1],
-        "similar": similar,
-        "opposite": opposite,
     }
 
 
