@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, cached, identity, result_directory
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
 from grasp.methods.contract import Account, NoSettings
-from grasp.methods.registry import load_method, score_rows
-from grasp.predict.subset_tables import RowIndex
-from grasp.runs.predictions import read_row_scores
+from grasp.methods.registry import load_method
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
@@ -189,14 +187,6 @@ def test_the_error_of_an_unwritable_cache_says_what_to_do(world, tmp_path):
     inputs = world.inputs()
     with pytest.raises(SettingsError, match=r"stored .*copy the artifact"):
         kind()().scores(inputs, tmp_path / "file")
-
-
-def test_stored_scores_of_units_are_written_as_predictions(world, tmp_path):
-    inputs = world.inputs()
-    result = score_rows(configured_method("bm25"), inputs, tmp_path)
-    read = read_row_scores(next(tmp_path.rglob("scores.npy")), RowIndex.from_parquet(inputs.artifact.rows_path))
-    assert read.columns == tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
-    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(result))
 
 
 def test_intermediate_results_are_computed_once(tmp_path):

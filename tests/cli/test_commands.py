@@ -346,18 +346,6 @@ def test_units_are_printed_on_separate_lines(art, tmp_path):
     assert all(unit in succeed(*command).out for unit in units)
 
 
-def test_components_of_a_protocol_are_columns_next_to_the_change(art, tmp_path):
-    write_yaml(GEOMETRY, tmp_path / "protocol.yaml")
-    command = ["predict", art, "--keep", "topic = 'sky'", "--protocol", tmp_path / "protocol.yaml"]
-    outcome = succeed(*command, "--components", "--out", tmp_path / "p.parquet")
-    assert "in standard deviations over uniform:0.5, 256 subsets, seed 0" in outcome.out
-    for line in lines_of(tmp_path / "p.parquet"):
-        parts = [line[f"part_{name}"] for name in ("output_layer", "pooled", "joint.pair", "product.self")]
-        assert line["change"] == pytest.approx(sum(parts), rel=1e-5, abs=1e-6)
-    assert "part_joint.pair" in succeed(*command, "--components").out
-    assert "part_joint.pair" not in succeed(*command).out
-
-
 def test_components_without_variance_are_ignored_with_a_note(art, tmp_path):
     artifact, calibration = ArtifactReader.open(art), {"family": "groups:topic", "n_subsets": 2}
 

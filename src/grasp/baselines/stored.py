@@ -4,7 +4,7 @@ Start with `BlockMethod`. Layout:
 
     <cache>/<method>-<digest>/
         scores.npy        (N, E) or (N, 1), float16 or float32, rows in corpus order
-        scores.ids.json   {"units": [[target, unit_id], ...]}; with it, `evaluate --predictions` can read (N, E) scores
+        scores.ids.json   {"units": [[target, unit_id], ...]}: the columns of (N, E) scores
         method.json       settings, seconds, account, and the identity that the digest is computed from; written last
         work/             until then: scores so far, progress.json, and intermediate results of the method
 

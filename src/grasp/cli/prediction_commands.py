@@ -148,7 +148,7 @@ def _print_address(address: str) -> None:
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
     "grasp predict art --by topic --runs dev",
     verb="grasp.api.predict",
-    more="protocol units components",
+    more="protocol units",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
     if params["weight"]:

@@ -130,7 +130,7 @@ class MethodInputs:
         Raises:
             ArtifactError: rows are no texts; the artifact has no tokens, or their fingerprint differs.
         """
-        self.artifact.require_texts("compute scores of the method elsewhere and pass them to `evaluate --predictions`")
+        self.artifact.require_texts("published methods score texts only")
         return self.source.rows
 
     def refuse_pairs(self) -> None:

@@ -32,7 +32,7 @@ from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, M
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
-from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
+from grasp.runs.predictions import Cost, MethodRole, Predictions, Weighting, sum_row_scores
 from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import Settings
 from grasp.text import parse_names
@@ -270,8 +270,14 @@ def _predict_by_rows(
     account, n_columns = scores.account, scores.shape[1]
     is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
     weighting = configured.weighting
-    row_scores = RowScores(configured.label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, scores)
-    predictions = row_scores.sum_over(subsets, weighting=weighting, negative=configured.negative_scale)
+    predictions = sum_row_scores(
+        configured.label,
+        (ANY_UNIT,) if is_broadcast else units,
+        scores,
+        subsets,
+        weighting=weighting,
+        negative=configured.negative_scale,
+    )
     if is_broadcast:
         values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
         predictions = replace(predictions, units=units, values_BE=values_BE)

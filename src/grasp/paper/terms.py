@@ -105,15 +105,11 @@ class GeometryTerms:
         mean_std = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
         return cls(protocol, artifact.n_rows, sketches, mean_std)
 
-    def values(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
-        """Return K_c, (B,), not standardized, for the side and weighting of the protocol."""
-        return _component_values(self.protocol, self.sketches, sketch_sums, weight_sums)
-
     def z_scores(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
         """Return z(K_c), (B,), over the calibration family."""
         return {
             name: self.mean_std[name].z_scores(value_B)
-            for name, value_B in self.values(sketch_sums, weight_sums).items()
+            for name, value_B in _component_values(self.protocol, self.sketches, sketch_sums, weight_sums).items()
         }
 
     def contributions(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:

@@ -34,7 +34,7 @@ sketch width.
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -56,7 +56,6 @@ from grasp.targets.units import WEIGHT_COLUMN
 EFFECT_SIZE = "effect size"
 SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
 TEXT_PART = "text"  # the part of an effect that is predicted from the row's text and labels
-REPETITION_PART = "repetition"  # the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -209,22 +208,7 @@ class RowEffects:
     raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
     scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
     relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
-    corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
-
-    @classmethod
-    def of_tasks(
-        cls,
-        slopes: Mapping[str, F64],
-        kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, MeanStd],
-        *,
-        reuse: bool,
-    ) -> Self:
-        """Compute the effects on tasks; `reuse` overwrites the relevance of the first kernel with them."""
-        first_NT = next(iter(kernels.values())).relevance.array_NC
-        assert first_NT is not None
-        return cls.from_kernels(slopes, kernels, scales, first_NT if reuse else np.empty_like(first_NT))
 
     @classmethod
     def from_kernels(
@@ -274,7 +258,6 @@ class RowEffects:
             mean_std,
             scales,
             {name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            mean_std.mean_C * inverse_C,
             np.full(len(inverse_C), NEW_ROW_VALUE),
         )
 
@@ -323,7 +306,6 @@ class Predictor:
     # By kernel: factor from a unit's relevance to its task's effect, times the number of units of its task, (E,).
     # Without a prior, the effect of a row is the mean over units of factor times relevance, up to a constant.
     unit_relevance_to_effect: Mapping[str, F64]
-    task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
     repetition_law: RepetitionLaw
     unit: str  # unit of changes
     prior: Prior | None  # prediction of tasks from text and labels; None for `task: mean`
@@ -343,7 +325,6 @@ class Predictor:
         *,
         per_unit: bool = False,
         sketches: Sequence[str] = (),
-        components: bool = False,
         units: UnitSelection | None = None,
         repetition_law: RepetitionLaw | None = None,
     ) -> "Predictor":
@@ -355,7 +336,6 @@ class Predictor:
             targets: default: all targets.
             per_unit: prepare for `unit_change`.
             sketches: sketches to sum; those that the artifact does not have are skipped.
-            components: keep the kernels separate, for `parts`.
             units: unit columns to use, with the kernels of units; default: all units of the targets.
             repetition_law: law of a training budget; default: no budget.
         Raises:
@@ -369,11 +349,11 @@ class Predictor:
         law = repetition_law or RepetitionLaw()
         available = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
         if isinstance(resolved, RegisteredProtocol):
-            bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit, components=components)
+            bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit)
             return replace(bound, repetition_law=law)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
-        if per_unit or components or units is not None:
-            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit, components=components)
+        if per_unit or units is not None:
+            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit)
             return replace(additive, sketches=loaded_sketches, repetition_law=law)
         key = "relevance", resolved.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
@@ -489,26 +469,6 @@ class Predictor:
         del mean_E
         return self._change_from_sums(sum_BE, sums, NEW_ROW_VALUE)
 
-    def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """Decompose a change into the columns of `part_names`: one part per kernel, and the loss by repetition.
-
-        Each part is (B, T), or (B,) if it is the same for all targets and units. Parts add up to the change.
-        """
-        parts: dict[str, F64] = {}
-        effective = self.effective_weights(weights)
-        for name, kernel in self.task_kernels.items():
-            relevance_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_C)
-            effect_BT = self.task.relevance_to_effect[name] * relevance_BT
-            parts[f"part_{name}"] = self._change_from_sums(effect_BT, sums, 0.0)
-        loss_B = sums.repetition_factor(self.repetition_law) - 1.0
-        parts[f"part_{REPETITION_PART}"] = np.outer(loss_B, self.task.new_row_value_C)
-        return parts
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Names of the parts that `parts` returns."""
-        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
-
     def _change_from_sums(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
         """Return factor (mean + b) - b, (B, C), from sums of v_i times values whose sum over the corpus is 0."""
         mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
@@ -527,12 +487,7 @@ def load_sketch(artifact: ArtifactReader, name: str) -> RowSums:
 
 
 def assemble_predictor(
-    artifact: ArtifactReader,
-    protocol: ScoringProtocol,
-    units: UnitSelection,
-    *,
-    per_unit: bool = False,
-    components: bool = False,
+    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection, *, per_unit: bool = False
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
 
@@ -550,7 +505,6 @@ def assemble_predictor(
         protocol: protocol, resolved for the artifact.
         units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
-        components: keep the kernels separate.
     """
     estimates = protocol.task == "estimate"
     negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
@@ -582,7 +536,8 @@ def assemble_predictor(
     can_hold_out = units.counts_T.max() > 1
     prior = questions.fit_prior() if estimates and can_hold_out else None
     slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
-    task = RowEffects.of_tasks(slopes, kernels, scales, reuse=not components)
+    # the array of the first kernel is overwritten with the effects
+    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
@@ -592,7 +547,6 @@ def assemble_predictor(
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
         unit_relevance_to_effect=unit_relevance_to_effect(units, mean_slopes, task, unit_factors),
-        task_kernels=kernels if components else {},
         repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,

@@ -218,7 +218,6 @@ class RegisteredProtocol(ScoringProtocol):
         *,
         sketches: Sequence[str],
         per_unit: bool,
-        components: bool,
     ) -> "Predictor":
         """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
 

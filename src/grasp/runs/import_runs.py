@@ -7,7 +7,7 @@ Start with `import_runs`. The training mixtures and the results are tables such 
     a,0.5,0.3,0.2                      a,3.21,0.41
 
 Both may be columns of one file, which are then selected by patterns. Mixtures may also be in long form: `run,
-row_id[, weight]`, or `run, expression[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
+row_id[, weight]` or `run, doc_id[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
 trainers, harnesses and trackers (`grasp.file_readers`).
 """
 
@@ -81,7 +81,7 @@ def import_runs(
 
     Args:
         trained: mixtures: one line per run and one column per value of the label; or a table in long form with columns
-            run, row_id or expression, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
+            run, row_id or doc_id, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
             them, one file per run.
         results: table, or directory of an evaluation harness with one folder per run. Default: the table `trained`
             contains both.
@@ -235,21 +235,19 @@ def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Ta
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return what the weights are of (rows, expressions, shares or times), and a table of run, name and weight.
+    """Return what the weights are of (rows, shares or times), and a table of run, name and weight.
 
     A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
     """
     names = {name.lower(): name for name in table.column_names}
-    long_form: tuple[tuple[Kind, Sequence[str]], ...] = (("rows", ROW_COLUMNS), ("expressions", ("expression",)))
-    for kind, options in long_form:
-        column = next((names[option] for option in options if option in names), None)
-        if column is not None:
-            arrays = [
-                _string_column(table, _name_column(table, location), location),
-                _string_column(table, column, location),
-                table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
-            ]
-            return kind, pa.table(arrays, TRAINED_SCHEMA.names)
+    row_column = next((names[option] for option in ROW_COLUMNS if option in names), None)
+    if row_column is not None:
+        arrays = [
+            _string_column(table, _name_column(table, location), location),
+            _string_column(table, row_column, location),
+            table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
+        ]
+        return "rows", pa.table(arrays, TRAINED_SCHEMA.names)
     if label is None:
         raise RunsError(f"{location}: pass the label that its columns are values of, e.g. --label source")
     wide = _WideTable(table, location)
@@ -316,7 +314,7 @@ class _WideTable:
         self.ignored = [name for name in others if name not in self.numbers]
 
     def metadata(self, name: str, line: int) -> Any:
-        """Return the seed, size, number of tokens or state of a line; None if there is no such column."""
+        """Return the seed, size or state of a line; None if there is no such column."""
         return self._metadata[name][line] if name in self._metadata else None
 
     def select_columns(self, patterns: Sequence[str]) -> list[str]:
@@ -348,27 +346,21 @@ class _WideTable:
                 failed.append(run)
                 continue
             size = self.metadata("size", line)
-            seed, tokens = self._whole_number("seed", line) or 0, self._whole_number("tokens", line)
-            of_run = {
-                "run": run,
-                "seed": seed,
-                "size": None if size is None else str(size),
-                "tokens": None if tokens is None else float(tokens),
-            }
+            of_run = {"run": run, "seed": self._seed(line), "size": None if size is None else str(size)}
             lines += [of_run | {"metric": name, "value": value} for name, value in zip(metrics, values, strict=True)]
         return pa.Table.from_pylist(lines, RESULTS_SCHEMA), failed
 
-    def _whole_number(self, name: str, line: int) -> int | None:
-        """Return a seed or a number of tokens as an integer, or None."""
-        value = self.metadata(name, line)
+    def _seed(self, line: int) -> int:
+        """Return the seed of a line; 0 if there is no such column or the cell is empty."""
+        value = self.metadata("seed", line)
         if value is None:
-            return None
+            return 0
         try:
             number = int(float(value)) if isinstance(value, str) else int(value)
         except (ValueError, OverflowError, TypeError):
             number = -1  # refused below
         if not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
+            raise RunsError(f"{self.location}: run {self.runs[line]!r}: seed is {value!r}, expected a whole number")
         return number
 
 

@@ -373,7 +373,7 @@ def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
     subset_ids = runs.subset_ids
     utility_RST = runs.task_utilities(runs.targets)
     lines = [
-        (run, seed, None, None, f"{target}/loss", None, -float(utility_RST[r, s, t]))
+        (run, seed, None, f"{target}/loss", -float(utility_RST[r, s, t]))
         for r, run in enumerate(subset_ids)
         for s, seed in enumerate(runs.info.seeds)
         for t, target in enumerate(runs.targets)
