@@ -220,19 +220,7 @@ class TargetSettings(Settings):
         512, ge=2, description="Maximum length of a unit in tokens; longer prompts lose their beginning."
     )
     seed: int = Field(0, ge=0, description="Seed of the draw of units.")
-    datasets: tuple["DatasetTarget", ...] = Field((), description="Targets read from `datasets` directories.")
     exclude_units: tuple[str, ...] = Field((), description="unit_ids excluded from every target.")
-
-
-class DatasetTarget(Settings):
-    """A target read from a `datasets` directory or hub name."""
-
-    name: str = Field(description="Name of the target.")
-    path: str = Field(description="`datasets` directory on disk, or hub name.")
-    split: str | None = Field(None, description="Split to read. null: the only one.")
-    prompt: str = Field(description="Format string over the columns, e.g. 'Question: {question}\\nAnswer:'.")
-    completion: str = Field(description="Format string over the columns, e.g. ' {correct_answer}'.")
-    unit_id: str | None = Field(None, description="Column of unit ids. null: the position.")
 
 
 class ReaderSettings(Settings):
@@ -508,10 +496,8 @@ class BuildSettings(Settings):
         shown = ", ".join(sorted(text_kernels))
         refuse(
             {
-                NO_TARGET: not self.targets.names and not self.targets.datasets,
+                NO_TARGET: not self.targets.names,
                 f"features.kernels: got {shown}, which require a language model; remove them": reader and text_kernels,
-                f"targets.datasets: are texts, which model.{reader} does not read; remove": reader
-                and self.targets.datasets,
             }
         )
         return self
@@ -615,13 +601,12 @@ class RetrainSettings(Settings):
         changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
         of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
         of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
-        no_targets = not self.targets.names and not self.targets.datasets
         bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
         without_command = is_new and command is None
         with_command = is_new and command is not None
         refuse(
             {
-                NO_TARGET: no_targets,
+                NO_TARGET: not self.targets.names,
                 f"seeds: expected distinct non-negative integers, got {self.seeds}": bad_seeds,
                 "train: further needs a model; add --model or --like": not is_new and self.model is None,
                 f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,

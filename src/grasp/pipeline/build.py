@@ -62,7 +62,7 @@ from grasp.yaml_files import (
 REQUIRED = {
     "--model": ("model.path",),
     "--corpus": ("corpus.path",),
-    "--targets": ("targets.names", "targets.datasets"),
+    "--targets": ("targets.names",),
 }  # settings of which one is required, by the option of `grasp build` that sets the first
 PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
 
@@ -508,9 +508,7 @@ def add_targets(
     path = _local_artifact(out, "--add-target")
     targets_of_build = ArtifactReader.open(path).manifest.settings["targets"]
     names, _ = _parse_targets(targets, "completion")
-    target_settings = validated(
-        TargetSettings, {**targets_of_build, "datasets": [], **target_changes, "names": names}, "targets"
-    )
+    target_settings = validated(TargetSettings, {**targets_of_build, **target_changes, "names": names}, "targets")
     return add_target(path, target_settings, overrides=overrides, progress=progress)
 
 
