@@ -1,6 +1,5 @@
 """A build without a checkpoint trains a proxy model that is resumable, reused, and kept for later targets."""
 
-from importlib import import_module
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -67,7 +66,7 @@ def test_a_tokenizer_that_is_passed_becomes_that_of_the_model(inputs, root, tmp_
 
 
 def test_invalid_inputs_are_refused_before_training(inputs, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("grasp.pipeline.build"), "train_proxy", None)
+    monkeypatch.setattr("grasp.pipeline.proxy.train", None)
     with pytest.raises(TargetError, match=r"nothing\.jsonl"):
         build(out=tmp_path / "art", **{**inputs, "targets": str(tmp_path / "nothing.jsonl")})
     monkeypatch.undo()

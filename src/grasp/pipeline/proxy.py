@@ -5,7 +5,7 @@ artifact together with its tokenizer, so that targets can be added later. `forec
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress, Silent
-from grasp.settings import CorpusSettings, ModelSettings
+from grasp.settings import BuildSettings, CorpusSettings, ModelSettings
+from grasp.targets import Unit, load_units
 from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
@@ -35,28 +36,26 @@ TIMED_STEPS = 5  # steps from which the time of the training is estimated
 FORECAST_SHARD_ROWS = 1024  # rows per shard of the temporary copy of a part of the corpus
 
 
-def train_proxy(
-    out: Path, corpus: CorpusSettings, tokenizer: str | None, *, seed: int, shard_rows: int, progress: Progress
-) -> Path:
+def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units: Sequence[Unit] = ()) -> Path:
     """Train a model of the size of the recipe `tiny` on all rows, and return its directory; a finished one is reused.
 
     An interrupted training is resumed by the same call, with the same weights on a CPU.
 
     Args:
         out: directory of the artifact, which will use the same rows.
-        corpus: with `max_length`, the context of the model.
-        tokenizer: directory or hub name of a tokenizer. Default: byte-level BPE with the vocabulary of `tiny`, trained
-            on the corpus.
-        seed: seed of the initialisation and of the order of the rows.
-        shard_rows: rows per shard of the artifact.
+        settings: of the build. `corpus.max_length` is the context of the model. Without `model.tokenizer`, byte-level
+            BPE with the vocabulary of `tiny` is trained on the corpus.
         progress: receives the stages, and the rows and tokens of each step.
+        units: units of targets that are passed as objects.
     Raises:
+        TargetError: a target cannot be read, which is reported before the training.
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
+    load_units(settings.targets, units)
     with lock_artifact(out):
-        encoder, rows = _prepare_rows(out, corpus, tokenizer, shard_rows, progress)
-        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
+        encoder, rows = _prepare_rows(out, settings.corpus, settings.model.tokenizer, settings.shard_rows, progress)
+        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, settings.corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
                 f"no --model: a model of {recipe.shape.layers} layers of width {recipe.shape.hidden} and "
@@ -66,7 +65,7 @@ def train_proxy(
         train(
             recipe,
             rows,
-            seed=seed,
+            seed=settings.features.seed,
             tokenizer=encoder,
             out=out / MODEL,
             checkpoints=tuple(recipe.steps * k // N_SEGMENTS for k in range(1, N_SEGMENTS)),
