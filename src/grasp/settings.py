@@ -338,7 +338,7 @@ class FeatureSettings(Settings):
         description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
         "moments are then those of summaries. null: `positions`. Paper: tail:32.",
     )
-    gradient_coordinates: int | Literal["all"] | None = Field(
+    gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
         description="Approximate number of coordinates of a row's gradient that the gradient kernel uses, the same "
         "share of every matrix of the body. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
@@ -349,12 +349,6 @@ class FeatureSettings(Settings):
         gt=0,
         allow_inf_nan=False,
         description="Damping added to second moments of gradients, in units of their mean over the parameters.",
-    )
-    gradient_memory_mb: int = Field(
-        4096,
-        ge=1,
-        description="Memory for the gradients of units, in MB; larger ones are stored in a file, which is slower but "
-        "gives the same numbers.",
     )
     top_k: int = Field(
         64, ge=1, description="Probabilities stored per residual, in addition to that of the label. Paper: 64."
@@ -402,13 +396,6 @@ class FeatureSettings(Settings):
         if rule not in known:
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
-
-    @field_validator("gradient_coordinates")
-    @classmethod
-    def _validate_coordinates(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"expected all or a positive number, got {value}")
-        return value
 
     @field_validator("alpha")
     @classmethod

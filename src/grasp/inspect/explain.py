@@ -219,7 +219,7 @@ class _PreparedUnits:
         (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
         examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        gradient_PK = allocate_unit_gradients(n_positions, sampled, self.settings.gradient_memory_mb)
+        gradient_PK = allocate_unit_gradients(n_positions, sampled)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
             gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)

@@ -67,16 +67,29 @@ def note_corpus(
         context: context length of the model; None if it has no limit.
         progress: receives the notes.
     """
+    roles = store.details["columns"]
+    columns = ", ".join(f"{COLUMN_ROLES.get(role, role)} from {column!r}" for role, column in roles.items())
+    if not {"row_id", "doc_id"} & roles.keys():
+        columns += "; row names are generated from content and position"
+        if label := next((name for name in store.label_columns if _names_documents(store, name)), None):
+            columns += (
+                f"; {label!r} has a different value in every document: use it with --id-column {shlex.quote(label)}"
+            )
     labels = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
     if store.ignored_columns:
         labels += f"; left out (binary, lists of numbers or of records): {', '.join(store.ignored_columns)}"
         labels += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
-    notes = [*corpus.notes, _columns_note(store), labels]
-    roles = store.details["columns"]
+    notes = [*corpus.notes, f"columns: {columns}", labels]
     notes += unread_notes(roles, [*store.label_columns, *store.ignored_columns])
     if "rejected" in roles:
         notes.append("preference pairs: rows are scored by the gradient of the DPO loss at this model")
-    notes.append(_rows_note(store, context))
+    loss = f", {store.n_loss_positions:,} with loss" if store.masked else ""
+    limit = f"the model's context is {context:,}" if context else "the model has no context limit"
+    split = "; longer documents are split into several rows" if store.n_rows > store.n_documents else ""
+    notes.append(
+        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
+        f"{store.details['max_length']:,} in a row ({limit}){split}"
+    )
     notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
     notes.append(tokenizer.describe())
     if tokenizer.writes_chats and tokenizer.writes_date:
@@ -91,30 +104,6 @@ def note_corpus(
     notes.append(f"questions: {', '.join(questions)}")
     for note in notes:
         progress.note(note)
-
-
-def _columns_note(store: RowStore) -> str:
-    """Describe the role of each column, and suggest a column of document names if no column has that role."""
-    roles = store.details["columns"]
-    note = "columns: " + ", ".join(f"{COLUMN_ROLES.get(role, role)} from {column!r}" for role, column in roles.items())
-    if {"row_id", "doc_id"} & roles.keys():
-        return note
-    note += "; row names are generated from content and position"
-    if label := next((name for name in store.label_columns if _names_documents(store, name)), None):
-        note += f"; {label!r} has a different value in every document: use it with --id-column {shlex.quote(label)}"
-    return note
-
-
-def _rows_note(store: RowStore, context: int | None) -> str:
-    """Describe the number and the length of the rows."""
-    note = f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens"
-    if store.masked:
-        note += f", {store.n_loss_positions:,} with loss"
-    limit = f"the model's context is {context:,}" if context else "the model has no context limit"
-    note += f", at most {store.details['max_length']:,} in a row ({limit})"
-    if store.n_rows > store.n_documents:
-        note += "; longer documents are split into several rows"
-    return note
 
 
 def _names_documents(store: RowStore, label: str) -> bool:
