@@ -81,8 +81,8 @@ def forecast(
     is_finished = (output.directory / MANIFEST).exists()
     if replay and is_finished and not {"corpus", "targets"} & raw_settings.keys():
         overrides = pop_overrides(raw_settings)
-        plan, price = forecast_added_replay(output.directory, replay_recipe, replay_settings, overrides)
-        return "\n".join(f"replay: {line}" for line in (*plan.notes, price))
+        notes = forecast_added_replay(output.directory, replay_recipe, replay_settings, overrides)
+        return "\n".join(f"replay: {note}" for note in notes)
     build_config, has_no_model = complete_settings(raw_settings, output, ON_DISK)
     if is_finished:
         raise ArtifactError(f"{output.directory}: is finished, so there is nothing to forecast; choose another --out")
@@ -92,7 +92,7 @@ def forecast(
         corpus = build_config.corpus.model_copy(update={"limit": n_read})
         build_config = build_config.model_copy(update={"corpus": corpus})
         progress = None  # the notes of `prepare_inputs` would be about the first documents only
-    lines: list[Any] = []
+    lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
         if has_no_model:
             proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
@@ -111,7 +111,7 @@ def forecast(
             n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
             train = str(inputs.settings.train)
             plan = plan_replay(inputs.model, train, replay_recipe, replay_settings, n_rows=n_rows, context=longest)
-            price = forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
+            _, price = forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
             lines += [f"replay: {line}" for line in (*plan.notes, price)]
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
 from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
 from grasp.pipeline.identity import Identity
-from grasp.pipeline.input_notes import note_corpus, note_questions
+from grasp.pipeline.input_notes import note_inputs
 from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
@@ -153,7 +153,6 @@ def _prepare_text(
         )
     unit_set = unit_set.rendered(tokenizer)
     unit_tokens = unit_set.tokenize(tokenizer, settings.targets.max_length, context)
-    note_questions(unit_set, unit_tokens, tokenizer, progress)
     store = RowStore.write(
         tokens,
         settings.corpus,
@@ -173,7 +172,7 @@ def _prepare_text(
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)
-    note_corpus(corpus, store, unit_set, tokenizer, context, progress)
+    note_inputs(corpus, store, unit_set, tokenizer, context, progress)
     leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
     for target, target_leaks in leaks.items():
         progress.note(f"{target}: {target_leaks}")

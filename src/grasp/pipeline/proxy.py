@@ -4,10 +4,8 @@ Relevance is computed with this proxy instead of a model of the user. `train_pro
 artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -32,7 +30,6 @@ MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
 N_SEGMENTS = 4  # of a training; an interrupted one resumes from the end of the last finished segment
-TIMED_STEPS = 5  # steps from which the time of the training is estimated
 FORECAST_SHARD_ROWS = 1024  # rows per shard of the temporary copy of a part of the corpus
 
 
@@ -62,6 +59,8 @@ def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units
                 f"{encoder.vocab_size:,} tokens is trained from scratch on {rows.n_rows:,} rows: {recipe.steps} steps "
                 f"of {recipe.batch_rows} rows; it is stored in {out / MODEL}"
             )
+        step_tokens = min(recipe.batch_rows * recipe.shape.context, rows.n_tokens)
+        progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * step_tokens)
         train(
             recipe,
             rows,
@@ -69,24 +68,9 @@ def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units
             tokenizer=encoder,
             out=out / MODEL,
             checkpoints=tuple(recipe.steps * k // N_SEGMENTS for k in range(1, N_SEGMENTS)),
-            progress=_step_progress(recipe, rows.n_tokens, progress),
+            progress=lambda _: progress.advance(recipe.batch_rows, step_tokens),
         )
     return out / MODEL
-
-
-def _step_progress(recipe: TrainingRecipe, n_tokens: int, progress: Progress) -> Callable[[int], None]:
-    """Begin the stage of the training, and return a function that reports a step, and the expected time after some."""
-    step_tokens = min(recipe.batch_rows * recipe.shape.context, n_tokens)
-    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * step_tokens)
-    started = time.perf_counter()
-
-    def report_step(step: int) -> None:
-        progress.advance(recipe.batch_rows, step_tokens)
-        if step == TIMED_STEPS:
-            seconds = (time.perf_counter() - started) / TIMED_STEPS * recipe.steps
-            progress.note(f"the training takes about {duration_text(seconds)}")
-
-    return report_step
 
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
@@ -117,8 +101,17 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
 def _prepare_rows(
     out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
 ) -> tuple[HfTokenizer, RowStore]:
-    """Load or train the tokenizer, and encode the corpus to rows."""
-    hf_tokenizer = _load_or_train_tokenizer(out, corpus, tokenizer, progress)
+    """Load the named tokenizer, or train one on the corpus and store it, and encode the corpus to rows."""
+    directory = out / TOKENIZER
+    if tokenizer is not None:
+        hf_tokenizer = tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
+    else:
+        if not directory.exists():
+            progress.stage("tokenizer", rows=None, tokens=None)
+            with atomic_path(directory) as part:
+                trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
+                trained.save_pretrained(part)
+        hf_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
     progress.stage("rows", rows=None, tokens=None)
     return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
@@ -129,19 +122,6 @@ def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> Train
     assert corpus.max_length is not None
     recipe = proxy_training(default_proxy_recipe(n_rows), n_rows, vocab_size, corpus.max_length)
     return recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, n_rows)})
-
-
-def _load_or_train_tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
-    """Load the named tokenizer, or train one on the corpus and store it; a stored one is reused."""
-    if tokenizer is not None:
-        return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
-    directory = out / TOKENIZER
-    if not directory.exists():
-        progress.stage("tokenizer", rows=None, tokens=None)
-        with atomic_path(directory) as part:
-            trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
-            trained.save_pretrained(part)
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:
