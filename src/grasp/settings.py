@@ -25,6 +25,7 @@ from grasp import entry_points
 from grasp.entry_points import load, names
 from grasp.errors import SettingsError
 from grasp.file_readers import claimed
+from grasp.kernel_table import SKETCHES, WEIGHTS
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
@@ -408,7 +409,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = WEIGHTS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
@@ -421,19 +422,6 @@ class FeatureSettings(Settings):
     def unit_positions(self) -> tuple[str, ...]:
         """Return the positions of a unit that are read: kernels read all, summaries may read fewer."""
         return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
-
-
-# Kernels that the scoring rule reads, by rule and kind of training (None: models of readers).
-_NEW = ("output_layer", "embedding", "knn")
-KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("default", "new"): _NEW,
-    ("forward", "new"): _NEW,
-    ("default", "further"): ("output_layer", "embedding", "gradient"),
-    ("forward", "further"): ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
-    ("default", None): ("output_layer",),
-    ("forward", None): ("output_layer",),
-}
-SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and intervals
 
 
 NO_TARGET = "targets: name at least one, e.g. `sciq`"

@@ -23,6 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
 from grasp.inspect.health_metrics import rank_agreement
+from grasp.kernel_table import REPLAY
 from grasp.kernels.kernel import Batch, Kernel, counts_rows, make_kernels
 from grasp.kernels.whitening import STATES
 from grasp.models.build_source import BuildSource
@@ -31,7 +32,7 @@ from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.model_pass import ModelPass, compute_moments, merge_batches, read_batches
 from grasp.predict.predictor import UnitSelection, downweight_negative
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.training_runs import TrainingRuns
