@@ -26,7 +26,7 @@ from experiments.worlds.run import FOLDER
 from experiments.worlds.setting import LENGTH, target_settings
 from grasp.arrays import F64, I64
 from grasp.files import write_atomically
-from grasp.predict.scoring_rule import REPLAY_WEIGHT
+from grasp.kernel_table import REPLAY_WEIGHT
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.targets import load_units

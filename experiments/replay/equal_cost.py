@@ -27,7 +27,7 @@ from experiments.worlds.run import FOLDER
 from experiments.worlds.setting import NAMES
 from grasp.arrays import F64
 from grasp.files import write_atomically
-from grasp.predict.scoring_rule import REPLAY_WEIGHT
+from grasp.kernel_table import REPLAY_WEIGHT
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures

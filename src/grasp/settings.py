@@ -25,6 +25,7 @@ from grasp import entry_points
 from grasp.entry_points import load, names
 from grasp.errors import SettingsError
 from grasp.file_readers import claimed
+from grasp.kernel_table import SKETCHES, WEIGHTS
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
@@ -333,7 +334,7 @@ class FeatureSettings(Settings):
         description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
         "moments are then those of summaries. null: `positions`. Paper: tail:32.",
     )
-    gradient_coordinates: int | Literal["all"] | None = Field(
+    gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
         description="Approximate number of coordinates of a row's gradient that the gradient kernel uses, the same "
         "share of every matrix of the body. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
@@ -344,12 +345,6 @@ class FeatureSettings(Settings):
         gt=0,
         allow_inf_nan=False,
         description="Damping added to second moments of gradients, in units of their mean over the parameters.",
-    )
-    gradient_memory_mb: int = Field(
-        4096,
-        ge=1,
-        description="Memory for the gradients of units, in MB; larger ones are stored in a file, which is slower but "
-        "gives the same numbers.",
     )
     top_k: int = Field(
         64, ge=1, description="Probabilities stored per residual, in addition to that of the label. Paper: 64."
@@ -398,13 +393,6 @@ class FeatureSettings(Settings):
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
 
-    @field_validator("gradient_coordinates")
-    @classmethod
-    def _validate_coordinates(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"expected all or a positive number, got {value}")
-        return value
-
     @field_validator("alpha")
     @classmethod
     def _validate_alpha(cls, value: float) -> float:
@@ -416,7 +404,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = WEIGHTS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
@@ -429,19 +417,6 @@ class FeatureSettings(Settings):
     def unit_positions(self) -> tuple[str, ...]:
         """Return the positions of a unit that are read: kernels read all, summaries may read fewer."""
         return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
-
-
-# Kernels that the scoring rule reads, by rule and kind of training (None: models of readers).
-_NEW = ("output_layer", "embedding", "knn")
-KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("default", "new"): _NEW,
-    ("forward", "new"): _NEW,
-    ("default", "further"): ("output_layer", "embedding", "gradient"),
-    ("forward", "further"): ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
-    ("default", None): ("output_layer",),
-    ("forward", None): ("output_layer",),
-}
-SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and intervals
 
 
 NO_TARGET = "targets: name at least one, e.g. `sciq`"

@@ -16,6 +16,7 @@ from grasp.artifact.manifest import REPLAY
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
+from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT
 from grasp.pipeline.add_replay import NEW_MODEL_NOTE
 from grasp.pipeline.build import add_replay, add_targets, build
 from grasp.pipeline.forecast import forecast
@@ -23,7 +24,7 @@ from grasp.pipeline.merge import merge
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
-from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.replay_checks import smoothness
 from tests.faults import Killed, raising

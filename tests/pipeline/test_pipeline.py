@@ -27,6 +27,8 @@ from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
+from grasp.kernel_table import SKETCHES as BOTH_SKETCHES
+from grasp.kernel_table import WEIGHTS
 from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
@@ -38,11 +40,9 @@ from grasp.pipeline.inputs import ON_DISK, prepare_inputs
 from grasp.pipeline.model_pass import compute_moments, read_batches
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.scoring_rule import GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
-from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
-from grasp.settings import SKETCHES as BOTH_SKETCHES
+from grasp.settings import BuildSettings, FeatureSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays
 from tests.mentions import assert_mentions
 from tests.pipeline.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
@@ -388,14 +388,14 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    """Compare the table in settings, for each way to train, with the kernels that the scoring rule matches."""
-    for (which, train), named in KERNELS.items():
+    """Compare the kernels of each way to train with those that the scoring rule of its artifact matches."""
+    for (which, train), named in WEIGHTS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
         stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
         resolved = DEFAULT_PROTOCOL.resolved_for(stored, features.model_dump())
-        assert set(resolved.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
-    assert {train for _, train in KERNELS} == {"new", "further", None}
+        assert resolved.match == named, (which, train)
+    assert {train for _, train in WEIGHTS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
 
@@ -725,7 +725,7 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
     """Return the kernels for a way to train, and those of the paper."""
-    return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
+    return {"kernels": (*WEIGHTS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
@@ -862,7 +862,7 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
     assert artifact.manifest.settings["train"] == train
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
-        weights = dict.fromkeys(("output_layer", "embedding"), GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
+        weights = dict.fromkeys(("output_layer", "embedding"), 0.25) | {"gradient": 1.0}
     assert DEFAULT_PROTOCOL.resolved_for(artifact.array_names, artifact.feature_settings).match == weights
 
 

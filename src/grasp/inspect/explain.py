@@ -38,6 +38,7 @@ from grasp.corpus.row_store import TokenRows
 from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
+from grasp.kernel_table import REPLAY
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.build_source import BuildSource
@@ -48,7 +49,7 @@ from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.add_targets import load_kernels
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
 from grasp.predict.predictor import Predictor, additive_predictor
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.results import Result
 from grasp.targets.units import UnitTokens
 
@@ -219,7 +220,7 @@ class _PreparedUnits:
         (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
         examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        gradient_PK = allocate_unit_gradients(n_positions, sampled, self.settings.gradient_memory_mb)
+        gradient_PK = allocate_unit_gradients(n_positions, sampled)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
             gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)

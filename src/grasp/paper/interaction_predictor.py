@@ -34,6 +34,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd
 from grasp.paper.protocol import InteractionProtocol
 from grasp.paper.sketches import SketchWithNorms
@@ -53,7 +54,7 @@ from grasp.predict.predictor import (
     unit_effects,
     unit_relevance_to_effect,
 )
-from grasp.predict.scoring_rule import REPLAY, kernel_weights
+from grasp.predict.scoring_rule import kernel_weights
 from grasp.predict.weights import Weights
 
 

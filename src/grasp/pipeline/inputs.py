@@ -20,9 +20,8 @@ from grasp.models.build_source import load_reference
 from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
 from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
-from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.identity import Identity
-from grasp.pipeline.input_notes import note_corpus, note_questions
+from grasp.pipeline.input_notes import note_inputs
 from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
@@ -154,7 +153,6 @@ def _prepare_text(
         )
     unit_set = unit_set.rendered(tokenizer)
     unit_tokens = unit_set.tokenize(tokenizer, settings.targets.max_length, context)
-    note_questions(unit_set, unit_tokens, tokenizer, progress)
     store = RowStore.write(
         tokens,
         settings.corpus,
@@ -165,8 +163,16 @@ def _prepare_text(
         replace=replace,
         progress=lambda rows: progress.advance(rows, 0),
     )
-    settings = _complete_settings(settings, store, tokenizer, context)
-    note_corpus(corpus, store, unit_set, tokenizer, context, progress)
+    # the lengths of rows and questions, and the date of chats, as they were used
+    max_unit_length = min(settings.targets.max_length, context or settings.targets.max_length)
+    updates: dict[str, Any] = {
+        "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
+        "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
+    }
+    if tokenizer.writes_chats and tokenizer.writes_date:
+        updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
+    settings = settings.model_copy(update=updates)
+    note_inputs(corpus, store, unit_set, tokenizer, context, progress)
     leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
     for target, target_leaks in leaks.items():
         progress.note(f"{target}: {target_leaks}")
@@ -187,20 +193,6 @@ def _prepare_text(
             f"{model.vocab_size}; correct the config"
         )
     return _assemble(settings, model, store, unit_set, unit_tokens, leaks, progress)
-
-
-def _complete_settings(
-    settings: BuildSettings, store: RowStore, tokenizer: HfTokenizer, context: int | None
-) -> BuildSettings:
-    """Return the settings with the lengths of rows and questions, and the date of chats, as they were used."""
-    max_unit_length = min(settings.targets.max_length, context or settings.targets.max_length)
-    updates: dict[str, Any] = {
-        "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
-        "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
-    }
-    if tokenizer.writes_chats and tokenizer.writes_date:
-        updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
-    return settings.model_copy(update=updates)
 
 
 def _assemble(

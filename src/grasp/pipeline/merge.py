@@ -132,18 +132,15 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
 
 def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
     """Return the columns of all parts; a label that is absent in a part is null there."""
-    type_of: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
+    schema = pa.schema([])
     for part in parts:
-        for field in pq.read_schema(part.rows_path):
-            known_type, other = type_of.setdefault(field.name, (field.type, part))
-            if pa.types.is_null(known_type):  # all values are missing
-                type_of[field.name] = field.type, part
-            elif field.type != known_type and not pa.types.is_null(field.type):
-                raise ArtifactError(
-                    f"label {field.name}: is {known_type} in {other.location} and {field.type} in {part.location}; "
-                    "rebuild one of them with the type of the other"
-                )
-    return pa.schema([(name, data_type) for name, (data_type, _) in type_of.items() if name != "row_index"])
+        try:
+            schema = pa.unify_schemas([schema, pq.read_schema(part.rows_path)])
+        except pa.ArrowTypeError as err:
+            raise ArtifactError(
+                f"{part.location}: a label has another type than in earlier parts: {err}; rebuild it with their type"
+            ) from err
+    return pa.schema([field for field in schema if field.name != "row_index"])
 
 
 def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:

@@ -33,7 +33,6 @@ from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 from grasp.targets.margins import Answers
-from grasp.targets.units import UnitTokens
 
 SUMMARY_PREFIX = "tail."  # in names of stored arrays: those of `Batch.summary_batch`
 
@@ -156,7 +155,7 @@ class ModelPass:
         """
         gradient_EK: Tensor | None = None
         if self.sampled is not None:
-            gradient_EK = allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
+            gradient_EK = allocate_unit_gradients(n_units, self.sampled)
             if weighted is not None:
                 gradient_EK.zero_()
         batches: list[tuple[I64, Batch]] = []
@@ -186,32 +185,25 @@ class ModelPass:
             Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
             needs them.
         """
-        if self.sampled is not None:
-            assert isinstance(items, TokenRows | Sequence)
-            yield from self._run_with_gradients(self.sampled, items, position_specs)
+        sampled, settings = self.sampled, self.settings
+        if sampled is None:
+            for index, features in forward_passes(self.model, items, position_specs, settings.top_k):
+                yield index, features, None
             return
-        for index, features in forward_passes(self.model, items, position_specs, self.settings.top_k):
-            yield index, features, None
-
-    def _run_with_gradients(
-        self, sampled: SampledGradients, items: TokenRows | Sequence[UnitTokens], position_specs: tuple[str, ...]
-    ) -> Iterator[tuple[I64, BatchFeatures, Tensor]]:
-        """Run a forward and a backward pass; features come from the hidden states of the same forward pass."""
+        # features come from the hidden states of the pass whose gradients are computed
         assert isinstance(self.model, ReferenceModel)
-        examples = row_examples(items, self.settings) if isinstance(items, TokenRows) else unit_examples(items)
+        assert isinstance(items, TokenRows | Sequence)
+        loss_tokens: list[Any]  # of each item: a mask, or the first one; `extract` selects positions among them
+        if isinstance(items, TokenRows):
+            examples, loss_tokens = row_examples(items, settings), [items.mask(i) for i in range(len(items))]
+        else:
+            examples = [Example(unit.input_ids, unit.first) for unit in items]
+            loss_tokens = [unit.first for unit in items]
         for batch_index in sampled.batches(examples):
             passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
             for index, (gradient_BK, hidden_BLH) in passes:
-                batch_examples = [examples[int(i)] for i in index]
-                # all tokens with loss, as a mask or from the first one on: `extract` selects positions among them
-                loss_tokens = (
-                    [items.mask(int(i)) for i in index]
-                    if isinstance(items, TokenRows)
-                    else [example.first for example in batch_examples]
-                )
-                padded = pad_rows([example.input_ids for example in batch_examples], loss_tokens)
-                features = extract(self.model, *padded, position_specs, self.settings.top_k, hidden_BLH)
-                yield index, features, gradient_BK
+                padded = pad_rows([examples[int(i)].input_ids for i in index], [loss_tokens[int(i)] for i in index])
+                yield index, extract(self.model, *padded, position_specs, settings.top_k, hidden_BLH), gradient_BK
 
     def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
         """Build a batch from the features of a pass.
@@ -260,11 +252,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
         summary_batch=merge_batches(summaries, n_rows) if summaries else None,
         gradient_BK=None,
     )
-
-
-def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
-    """Return units as inputs of a backward pass."""
-    return [Example(unit.input_ids, unit.first) for unit in units]
 
 
 def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
@@ -335,9 +322,29 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
         ModelError: hidden states that do not fit float16.
     """
     arrays: Arrays = {f"{k}.rows": index}
-    for prefix, positions in (("", batch), (SUMMARY_PREFIX, batch.summary_batch)):
-        if positions is not None:
-            arrays |= {f"{k}.{prefix}{name}": array for name, array in _position_arrays(positions, half=half).items()}
+    for prefix, positions in ((f"{k}.", batch), (f"{k}.{SUMMARY_PREFIX}", batch.summary_batch)):
+        if positions is None:
+            continue
+        hidden_PH, residual = positions.hidden_PH.half() if half else positions.hidden_PH, positions.residual
+        if half and not bool(hidden_PH.isfinite().all()):
+            raise ModelError(
+                "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
+                "without keep_features"
+            )
+        tensors = {
+            "hidden": hidden_PH,
+            "index": residual.index_PK.int(),
+            "value": residual.value_PK.half() if half else residual.value_PK,
+            "loss": residual.loss_P,
+            "row": positions.row_P.int(),
+            "input": positions.input_P.int(),
+            "row_loss": positions.loss_B,
+        }
+        if positions.weight_P is not None:
+            tensors["weight"] = positions.weight_P
+        if residual.truncated_P is not None:
+            tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
+        arrays |= {f"{prefix}{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
     if batch.gradient_BK is not None:
         stored_BK = _round_to_stored(batch.gradient_BK)
         is_bfloat16 = stored_BK.dtype == torch.bfloat16  # numpy has no bfloat16: its bits are stored
@@ -348,31 +355,6 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
 def _round_to_stored(gradient_BK: Tensor) -> Tensor:
     """Convert coordinates to the dtype in which they are stored: bfloat16, or float64 if the model has float64."""
     return gradient_BK if gradient_BK.dtype == torch.float64 else gradient_BK.bfloat16()
-
-
-def _position_arrays(batch: Batch, *, half: bool) -> Arrays:
-    """Return the features of a batch at its positions as named arrays."""
-    hidden_PH = batch.hidden_PH.half() if half else batch.hidden_PH
-    if half and not bool(hidden_PH.isfinite().all()):
-        raise ModelError(
-            "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
-            "without keep_features"
-        )
-    residual = batch.residual
-    tensors = {
-        "hidden": hidden_PH,
-        "index": residual.index_PK.int(),
-        "value": residual.value_PK.half() if half else residual.value_PK,
-        "loss": residual.loss_P,
-        "row": batch.row_P.int(),
-        "input": batch.input_P.int(),
-        "row_loss": batch.loss_B,
-    }
-    if batch.weight_P is not None:
-        tensors["weight"] = batch.weight_P
-    if residual.truncated_P is not None:
-        tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
-    return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
 
 def read_batches(

@@ -103,7 +103,12 @@ def build_artifact(
             return out
         inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
         work = out / "work" / inputs.identity.key
-        with open_workers(inputs, cluster) as workers:
+        workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
+        if cluster is not None:
+            from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
+
+            workers_context = ray_workers(cluster, inputs.settings, inputs.units)
+        with workers_context as workers:
             kernels, batch_cache = estimate_moments(
                 inputs, workers, work, progress, may_cache=cluster is None, must_be_trained=must_be_trained
             )
@@ -113,15 +118,6 @@ def build_artifact(
         finish_artifact(inputs, kernels, writer, None if is_resumed else start_times)
         clean(inputs.settings, out)
     return out
-
-
-def open_workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
-    """Return a context with the workers that run the model: those of a Ray cluster, or this process."""
-    if cluster is None:
-        return nullcontext(Workers(inputs.model_pass))
-    from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
-
-    return ray_workers(cluster, inputs.settings, inputs.units)
 
 
 # -------------------------------------------------------------------- loop 1: moments
@@ -173,13 +169,18 @@ def estimate_moments(
         workers: run the model.
         work: directory of intermediate files.
         progress: receives stages, notes and numbers of rows.
-        may_cache: cache the batches, if `can_cache`.
+        may_cache: cache the batches, if loop 1 reads every row and its features fit in `features.max_cache_mb`.
         must_be_trained: refuse a language model that predicts the sample no better than chance.
     """
-    settings, model = inputs.settings, inputs.model
-    sample = Sample.draw(inputs.store.loss_counts(), settings.features)
-    use_cache = may_cache and can_cache(inputs, sample)
-    progress.plan(planned_tokens(inputs, sample, use_cache=use_cache))
+    settings, store, model = inputs.settings, inputs.store, inputs.model
+    sample = Sample.draw(store.loss_counts(), settings.features)
+    fits = feature_bytes(inputs) <= settings.features.max_cache_mb * MEGABYTE
+    use_cache = may_cache and sample.is_whole and fits and settings.like is None
+    # tokens that the model reads in each stage, to estimate the remaining time
+    n_tokens = store.n_tokens * (FORWARD_BACKWARD_COST if needs_backward(settings.features.kernels) else 1)
+    sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
+    stages = {"moments": round(n_tokens * sampled_fraction), "rows scored": 0 if use_cache else n_tokens}
+    progress.plan({stage: n for stage, n in stages.items() if n})
     corpus = CorpusMoments(model, sample.states_every)
     kernels = make_kernels(settings.features.kernels, model, settings.features, corpus)
     moment_file = ArrayFiles(work / "moments")  # one file, with number 0
@@ -250,12 +251,6 @@ def accumulate_moments(
             batch_cache.end_shard()
 
 
-def can_cache(inputs: Inputs, sample: Sample) -> bool:
-    """Return whether loop 1 reads every row, and its features fit in `features.max_cache_mb`."""
-    fits = feature_bytes(inputs) <= inputs.settings.features.max_cache_mb * MEGABYTE
-    return sample.is_whole and fits and inputs.settings.like is None
-
-
 def feature_bytes(inputs: Inputs) -> int:
     """Estimate the bytes of the features of all rows, as `BatchCache` stores them."""
     store, model_pass = inputs.store, inputs.model_pass
@@ -265,18 +260,6 @@ def feature_bytes(inputs: Inputs) -> int:
     n_position_sets = len(settings.row_positions)
     n_coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     return store.n_loss_positions * position_bytes * n_position_sets + 2 * n_coordinates * store.n_rows  # bfloat16
-
-
-def planned_tokens(inputs: Inputs, sample: Sample, *, use_cache: bool) -> dict[str, int]:
-    """Return about how many tokens the model reads in each stage, to estimate the remaining time.
-
-    With a backward pass each token counts `FORWARD_BACKWARD_COST` times.
-    """
-    settings, store = inputs.settings, inputs.store
-    cost = store.n_tokens * (FORWARD_BACKWARD_COST if needs_backward(settings.features.kernels) else 1)
-    sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
-    tokens = {"moments": round(cost * sampled_fraction), "rows scored": 0 if use_cache else cost}
-    return {stage: n for stage, n in tokens.items() if n}
 
 
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:

@@ -35,9 +35,6 @@ from grasp.text import ending, plain, skipped_lines
 MAX_EXAMPLES = 3
 MAX_EXAMPLE_CHARS = 400
 MAX_VALUES_CHARS = 48  # of the frequent values of a label, or of a wrong answer
-MAX_TESTED_VALUES = 100  # values of a label that are tested for being URLs or dates
-_URL = re.compile(r"(?:https?:)?//[^/\s]+")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNQUOTED = re.compile(r"[\w.]+")  # expressions that a shell reads without quotes
 _LABEL_TABLE = pa.schema(
     {
@@ -169,17 +166,12 @@ def _skipped_notes(skipped: Skipped) -> list[str]:
 
 def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
     """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
-    values = list(counts)
-    expression, tested = identifier(label), values[:MAX_TESTED_VALUES]
-    if values and kind in ("int", "long", "float") and len(values) > MAX_UNBINNED_VALUES:
+    expression = identifier(label)
+    if kind in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
         expression = f"bins({expression}, {DEFAULT_BINS})"
-    elif values and all(_URL.match(value) for value in tested):
-        expression = f"host({expression})"
-    elif len(values) > MAX_UNBINNED_VALUES and all(_DATE.match(value) for value in tested):
-        expression = f"year({expression})"
     return {
         "label": label,
-        "values": len(values),
+        "values": len(counts),
         "missing": n_read - counts.total(),
         "most frequent": plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS),
         "select with": f"--by {expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)}",

@@ -25,7 +25,7 @@ from grasp.text import duration_text, size_text
 from grasp.training.adamw import EXACT_DTYPES, AdamWTraining
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
-from grasp.training.metagradient import MetagradientSettings, ReplayCost, middle_steps, replay_cost
+from grasp.training.metagradient import MetagradientSettings, middle_steps, replay_cost
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.row_order import token_batches
 from grasp.training.train import start_training
@@ -218,54 +218,8 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
 # -------------------------------------------------------------------- forecast
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayForecast:
-    """What a replay needs.
-
-    Attributes:
-        optimizer: budget and optimizer of each training.
-        orders: number of trainings that are differentiated, each with another order of the rows.
-        size: size of the states of one training.
-        cost: cost of one replay, in trainings.
-        retrainings: number of retrainings to check the derivatives.
-        step_seconds: time of the gradient of one batch.
-        disk_bytes: disk space of intermediate results.
-        memory_bytes: memory in addition to that of the training.
-    """
-
-    optimizer: OptimizerRecipe
-    orders: int
-    size: TrajectorySize
-    cost: ReplayCost
-    retrainings: int
-    step_seconds: float
-    disk_bytes: int
-    memory_bytes: int
-
-    @property
-    def trainings(self) -> float:
-        """Return the cost of all orders and of the check, in trainings."""
-        return self.orders * self.cost.total + self.retrainings
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of all orders and of the check."""
-        return self.trainings * self.size.steps * self.step_seconds
-
-    def __str__(self) -> str:
-        count, each = (f"{self.orders} trainings", ", each") if self.orders > 1 else ("a training", ",")
-        check = f"; {self.retrainings} more to check it" if self.retrainings else ""
-        total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
-        return (
-            f"{count} of {self.optimizer} with {self.size.parameters:,} parameters{each} differentiated at the "
-            f"price of {self.cost}{check}{total}; about {duration_text(self.seconds)}, "
-            f"{size_text(self.memory_bytes)} more memory than the training alone, and {size_text(self.disk_bytes)} of "
-            "disk until it is finished"
-        )
-
-
-def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> ReplayForecast:
-    """Time the gradient of one batch, and forecast time and disk space of a replay.
+def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
+    """Time the gradient of one batch; return the cost of a replay, in trainings, and a line on time, memory and disk.
 
     Args:
         plan: trainings of the replay.
@@ -285,15 +239,17 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
         disk_bytes += size.segment_bytes
     else:
         memory_bytes += size.segment_bytes
-    return ReplayForecast(
-        optimizer=plan.optimizer,
-        orders=plan.n_orders,
-        size=size,
-        cost=replay_cost(order, n_rows, n_targets, plan.differentiation),
-        retrainings=plan.settings.check,
-        step_seconds=step_seconds,
-        disk_bytes=disk_bytes,
-        memory_bytes=memory_bytes,
+    cost = replay_cost(order, n_rows, n_targets, plan.differentiation)
+    retrainings = plan.settings.check
+    trainings = plan.n_orders * cost.total + retrainings
+    count, each = (f"{plan.n_orders} trainings", ", each") if plan.n_orders > 1 else ("a training", ",")
+    check = f"; {retrainings} more to check it" if retrainings else ""
+    total = f"; {trainings:.1f} in all" if plan.n_orders > 1 or retrainings else ""
+    return trainings, (
+        f"{count} of {plan.optimizer} with {size.parameters:,} parameters{each} differentiated at the price of "
+        f"{cost}{check}{total}; about {duration_text(trainings * size.steps * step_seconds)}, "
+        f"{size_text(memory_bytes)} more memory than the training alone, and {size_text(disk_bytes)} of disk until it "
+        "is finished"
     )
 
 

@@ -46,9 +46,10 @@ from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
 from grasp.errors import ProtocolError
+from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import REPLAY, RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN

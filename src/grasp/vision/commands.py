@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()  # the entry point of the group `grasp.commands`
 
-REQUIRED = {
-    "--model": ("model.path",),
-    "--corpus": ("corpus.path",),
-    "--head": ("model.classifier.head",),
-}
+REQUIRED = {"--model": "model.path", "--corpus": "corpus.path", "--head": "model.classifier.head"}
 MAX_LISTED = 20  # names of unusable images that are printed
 
 
