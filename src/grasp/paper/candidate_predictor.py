@@ -24,7 +24,7 @@ from grasp.moments import MeanStd, StreamingMoments
 from grasp.paper.candidates import Candidate, ComponentSettings
 from grasp.paper.interaction_predictor import InteractionEffects
 from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
-from grasp.paper.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
+from grasp.paper.shuffled_pairs import ShuffledPairs
 from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_moments
 from grasp.paper.subset_sums import WeightSums, required_sketches
@@ -258,10 +258,10 @@ class CandidatePredictor(Alignment):
         return CalibrationFamily.from_calibration(self.calibration, self.source)
 
     @cached_property
-    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
+    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs]]:
         return {}  # filled by `_shuffled_sketch`
 
-    def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
+    def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs]:
         """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
         if name not in self._shuffle_cache:
             stored = [
@@ -269,8 +269,7 @@ class CandidatePredictor(Alignment):
             ]
             arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in stored]
             sketch_ND = np.concatenate(arrays, axis=1)
-            shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
-            self._shuffle_cache[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
+            self._shuffle_cache[name] = sketch_ND, ShuffledPairs.draw(sketch_ND, seed=0)
         return self._shuffle_cache[name]
 
 

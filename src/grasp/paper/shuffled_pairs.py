@@ -2,7 +2,7 @@
 
 The geometry of a subset with weights w is ``K_raw = |sum_i w_i phi_i|^2 = K_self + K_pair`` with the sketches phi_i of
 its rows (`subset_sums`). If a predictor with shuffled pairs is as good as the full one, its pair geometry carries no
-information. Start with `ShuffledPairs`; `ShuffledRows` replaces it for large corpora.
+information. Start with `ShuffledPairs`.
 
 Shape letters: B subsets, N rows, D sketch width.
 """
@@ -16,7 +16,7 @@ from grasp.arrays import F32, F64
 from grasp.errors import ShapeError
 from grasp.seeds import stream
 
-EXACT_ROWS = 12_000  # up to this many rows, all pair similarities are permuted: 4 bytes per pair, 288 MB
+MAX_ROWS = 12_000  # 4 bytes per pair of rows: 288 MB
 BLOCK_ROWS = 256
 
 
@@ -36,12 +36,12 @@ class ShuffledPairs:
         """Permute the pair similarities of a sketch. Memory: 2 N^2 bytes; time: O(N^2 D).
 
         Raises:
-            ShapeError: more than EXACT_ROWS rows.
+            ShapeError: more than MAX_ROWS rows.
         """
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
         n_rows = len(sketch_ND)
-        if n_rows > EXACT_ROWS:
-            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {EXACT_ROWS}; shuffle rows instead")
+        if n_rows > MAX_ROWS:
+            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {MAX_ROWS}")
         condensed = np.empty(n_rows * (n_rows - 1) // 2, dtype=np.float32)
         end = 0
         for first_row in range(0, n_rows, BLOCK_ROWS):
@@ -67,26 +67,3 @@ class ShuffledPairs:
                 block[i - first_row, i + 1 :] = self.condensed[begin:end]
             total_B += np.einsum("bi,bi->b", weights_BN[:, first_row:last_row], weights_BN @ block.T)
         return np.asarray(2.0 * total_B)
-
-
-@dataclass(frozen=True, slots=True)
-class ShuffledRows:
-    """Sketches reassigned to rows by a random permutation, for corpora with too many pairs for `ShuffledPairs`.
-
-    phi_i is replaced by phi_perm(i) in K_pair only, which permutes rows and columns of the Gram matrix alike: the
-    multiset of pair similarities, the norms and the spectrum are preserved, and the assignment of sketches to rows is
-    destroyed. `ShuffledPairs` also destroys the Gram structure. Does not require an N x N matrix.
-    """
-
-    permuted_ND: NDArray[np.floating]
-
-    @classmethod
-    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
-        """Permute the rows of a sketch."""
-        return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
-
-    def k_pair(self, weights_BN: F64) -> F64:
-        """Return K_pair of the permuted sketches, (B,)."""
-        total_BD = weights_BN @ self.permuted_ND
-        self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.permuted_ND, self.permuted_ND)
-        return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)
