@@ -127,13 +127,8 @@ class CorpusSettings(Settings):
         description="Tokens that carry loss: every turn of the assistant, the last one, or all. null: assistant for "
         "conversations and pairs, all for texts.",
     )
-    ids_column: str = Field("input_ids", description="Column of token ids; used without tokenizing if it exists.")
     row_id_column: str | None = Field(
         None, description='Column of row ids. null: row_id or id, if they exist. "": generate ids.'
-    )
-    doc_id_column: str | None = Field(
-        None,
-        description='Column of document ids. null: doc_id, if it exists, else the column of row ids. "": generate ids.',
     )
     label_paths: tuple[str, ...] = Field(
         (),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from os.path import commonprefix
 from string import Formatter
 from typing import Any, Final
 
@@ -83,6 +84,7 @@ class Template:
 Span = tuple[int, int]  # range of characters: start, and exclusive end
 
 TEXT: Final = "text"
+IDS: Final = "input_ids"  # column of token ids, which are used without tokenizing
 TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
@@ -283,14 +285,30 @@ def _are_turns(values: Mapping[str, Any], location: str) -> bool:
 
 
 def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
-    """Return the conversation of turns, with the system turn, tools and template arguments of further columns."""
+    """Return the conversation of turns without their loss flags, with what further columns add."""
     turns = [_parse_turn(turn, f"{location}: turn {k}") for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    conversation = _extract_loss_flags(turns, _parse_tools(values.get("tools"), location), location)
+    tools = _parse_tools(values.get("tools"), location)
+    untrained, fault = set[int](), None
+    for k, turn in enumerate(turns):
+        is_answer = turn["role"] == "assistant"
+        for flag in LOSS_FLAGS:
+            value = turn.pop(flag, None)
+            if value not in (None, 0, 1):
+                raise CorpusError(
+                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
+                    "weights are not supported"
+                )
+            if value is not None and not value and is_answer:
+                untrained.add(k)
+            if flag == "train" and value and not is_answer:
+                fault = "trained_user"
+        if turn.get("tool_calls", ()) is None:
+            fault = "bad_call"
     arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
-    return replace(conversation, template_arguments=arguments)
+    return Conversation(tuple(turns), tools, frozenset(untrained), fault, arguments)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
@@ -324,8 +342,8 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
     chosen, rejected = (record[name] for name in PAIR)
     are_texts = isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None)
     if are_texts and source != "question" and not _are_turns(record, location):
-        # without a prompt, it is the common beginning
-        common = _common_text(chosen, rejected) if prompt is None else ""
+        # without a prompt, it is the common beginning; as in TRL without the space before the first different word
+        common = commonprefix([chosen, rejected]).removesuffix(" ") if prompt is None else ""  # noqa: RUF071 - no paths
         contents = [_with_completion(prompt or common, side[len(common) :]) for side in (chosen, rejected)]
     elif are_texts and source is None:
         raise CorpusError(
@@ -358,13 +376,6 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
     return [Content(conversation=chat) for chat in chats]
 
 
-def _common_text(chosen: str, rejected: str) -> str:
-    """Return the common beginning of two texts without the space before the first different word, as TRL does."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    end = next((k for k, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-    return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
-
-
 def _parse_side(side: Any, name: str, location: str) -> list[Any]:
     """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
     if isinstance(side, str) and not JSON_TURNS.match(side):
@@ -372,27 +383,6 @@ def _parse_side(side: Any, name: str, location: str) -> list[Any]:
     if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
         return [side]
     return parse_turns(side, name, location)
-
-
-def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], location: str) -> Conversation:
-    """Remove the loss flags of normalised turns, and build a conversation from them."""
-    untrained, fault = set[int](), None
-    for k, turn in enumerate(turns):
-        is_answer = turn["role"] == "assistant"
-        for flag in LOSS_FLAGS:
-            value = turn.pop(flag, None)
-            if value not in (None, 0, 1):
-                raise CorpusError(
-                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
-                    "weights are not supported"
-                )
-            if value is not None and not value and is_answer:
-                untrained.add(k)
-            if flag == "train" and value and not is_answer:
-                fault = "trained_user"
-        if turn.get("tool_calls", ()) is None:
-            fault = "bad_call"
-    return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
 def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
@@ -643,15 +633,15 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
         return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
-    if settings.ids_column in names:
+    if IDS in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
         advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
         return f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}"
     if settings.text_column is not None or not forms:
         return (
-            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; name the one "
-            "that holds the text with --text-column (corpus.text_column)"
+            f"no text column {settings.text_column or TEXT!r} and no ids column {IDS!r}; name the one that holds the "
+            "text with --text-column (corpus.text_column)"
         )
     if len(forms) > 1:
         return f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}"

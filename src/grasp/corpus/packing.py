@@ -418,12 +418,3 @@ def _content_fault(document: Document, tokens: TokenizedText | None) -> str | No
     if tokens is not None and len(tokens.ids) > tokens.n_prefix:
         return None
     return "whitespace" if document.text and tokens is None else "empty"
-
-
-def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:
-    """Return the bytes of a row for the fingerprint of the corpus: name, tokens, loss mask and chosen tokens."""
-    name = row_id.encode()
-    header = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
-    mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
-    chosen = b"" if split is None else b"split" + split.to_bytes(4, "little")
-    return header + input_ids.astype("<i4", copy=False).tobytes() + mask + chosen

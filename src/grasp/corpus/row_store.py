@@ -47,7 +47,6 @@ from grasp.corpus.packing import (
     Skipped,
     pack,
     render_document,
-    row_bytes,
 )
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
@@ -447,13 +446,18 @@ class RowStore:
 
     @staticmethod
     def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
-        """Yield the bytes of each row for the fingerprint."""
+        """Yield the bytes of each row for the fingerprint: name, tokens, loss mask and chosen tokens."""
         flat_ids, offsets, loss_mask = _token_arrays(with_content)
         split_N = _split_column(with_content)
-        for i, name in enumerate(with_content.column("row_id").to_pylist()):
-            row = slice(offsets[i], offsets[i + 1])
-            split = None if split_N is None else int(split_N[i])
-            yield row_bytes(name, flat_ids[row], None if loss_mask is None else loss_mask[row], split)
+        for i, row_id in enumerate(with_content.column("row_id").to_pylist()):
+            row, name = slice(offsets[i], offsets[i + 1]), row_id.encode()
+            content = [len(name).to_bytes(4, "little"), name, len(flat_ids[row]).to_bytes(4, "little")]
+            content.append(flat_ids[row].astype("<i4", copy=False).tobytes())
+            if loss_mask is not None and not loss_mask[row][1:].all():
+                content += [b"loss_mask", np.packbits(loss_mask[row]).tobytes()]
+            if split_N is not None:
+                content += [b"split", int(split_N[i]).to_bytes(4, "little")]
+            yield b"".join(content)
 
     def _rows_from(self, with_content: pa.Table) -> TokenRows:
         """Build rows from a table of their public columns and their content."""

@@ -167,19 +167,14 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        return _saved_dataset(fs, root, path, split, field)
+        datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
+        try:
+            table = _select_split(datasets.load_from_disk(path), split, path, field)
+        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
+            raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
+        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files, unread = _files_of_directory(fs, root, path, split, field)
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
-
-
-def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str) -> "TableSource":
-    """Open a directory that `datasets` has saved; see `open_source` for path, split and field."""
-    datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
-    try:
-        table = _select_split(datasets.load_from_disk(path), split, path, field)
-    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-        raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
-    return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
 
 
 def _files_of_directory(

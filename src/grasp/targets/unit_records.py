@@ -65,16 +65,13 @@ class UnitFields(BaseModel):
             position: position among the records of the target, for the default unit_id.
             loss_on: default of `loss_on`.
         """
+        text_fields = self.model_dump(exclude={"task", "unit_id", "loss_on", "choices"})
         return Unit(
             unit_id=f"{target}:{position}" if self.unit_id is None else str(self.unit_id),
             target=target,
-            prompt=self.prompt,
-            completion=self.completion,
             loss_on=self.loss_on or loss_on,
             choices=tuple(self.choices),
-            gold=self.gold,
-            changed_choices=self.changed_choices,
-            support=self.support,
+            **text_fields,
         )
 
 
