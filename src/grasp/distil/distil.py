@@ -114,7 +114,10 @@ def distil(
     held_out_N, penalty = _held_out_scores(regression, relevance_N, fold_N, progress)
     progress.stage("fitting all rows", rows=None, tokens=None)
     tables_KV, intercept = regression.fit(relevance_N, np.arange(len(relevance_N)), penalty)
-    weight_RN = _bootstrap_row_weights(document_N, seed)
+    # bootstrap weights of the rows, (1 + R, N): documents are resampled, and the first resample is the data
+    documents, code_N = np.unique(document_N, return_inverse=True)
+    weights_RD = bootstrap_weights(len(documents), resamples=RESAMPLES, seed=seed)
+    weight_RN = np.concatenate([np.ones((1, len(code_N)), np.float32), weights_RD[:, code_N]])
     slices = _slice_quality(artifact, row_index, held_out_N, relevance_N, weight_RN)
     card = Card(
         target=target,
@@ -273,13 +276,6 @@ def _held_out_scores(regression: _Regression, relevance_N: F64, fold_N: I64, pro
 
 
 # ------------------------------------------------------------------------------------------------------------ accuracy
-
-
-def _bootstrap_row_weights(document_N: I64, seed: int) -> F32:
-    """Return bootstrap weights of the rows, (1 + R, N); documents are resampled, and the first resample is the data."""
-    document, code_N = np.unique(document_N, return_inverse=True)
-    weights_RD = bootstrap_weights(len(document), resamples=RESAMPLES, seed=seed)
-    return np.concatenate([np.ones((1, len(code_N)), np.float32), weights_RD[:, code_N]])
 
 
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:

@@ -148,8 +148,9 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
     membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
+    literals = ["'" + name.replace("'", "''") + "'" for name in names]  # of SQL
     slices = [
-        Slice(names[m], f"has({column.operand}, {_literal(names[m])})", int(rows_M[m]), int(tokens))
+        Slice(names[m], f"has({column.operand}, {literals[m]})", int(rows_M[m]), int(tokens))
         for m, tokens in zip(selected.tolist(), tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
@@ -164,11 +165,6 @@ def _elements(value: Label) -> tuple[str, ...] | None:
     except (ValueError, RecursionError):
         return None
     return tuple(dict.fromkeys(parts)) if all(isinstance(part, str) for part in parts) else None
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def fit_prior(
         relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
         coefficients: by kernel: c, (E,).
         counts_T: number of units per task.
-        names: row names; sample and folds depend on them, not on the order of rows.
+        names: row_id of every row; sample and folds depend on them, not on the order of rows.
         documents_N: document of every row; rows of a document are in one fold.
         texts: token ids of the rows; None: p = 0 and rho = 1, and labels are not used either.
         labels: by label: code of each row's value, (N,).
@@ -396,7 +396,11 @@ class _LabelModel:
         table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
         if not labels:
             return cls(labels, starts, fold_N, table_FLT, constant_FT), list(tasks)
-        value_SL, fold_S = _indicators(labels, starts, sample), fold_N[sample]
+        # indicators of the values of all labels, (S, L): every row has one value of each label
+        column_Sl = np.stack([start + code_N[sample] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
+        indptr, shape = np.arange(len(sample) + 1) * len(labels), (len(sample), int(starts[-1]))
+        value_SL = csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=shape)
+        fold_S = fold_N[sample]
         residuals = [task.mean_SG - task.prior_SG for task in tasks]  # of text: b - g f, (S, G)
         effects = [np.zeros_like(residual_SG) for residual_SG in residuals]  # out-of-fold h, (S, G)
         for fold in range(FOLDS):
@@ -428,13 +432,6 @@ class _LabelModel:
         for code_N, start in zip(self.labels, self.starts[:-1], strict=True):
             effect_nT += self.table_FLT[fold_n, start + code_N[rows]]
         return effect_nT
-
-
-def _indicators(labels: Sequence[I32], starts: I64, rows: I64) -> csr_array:
-    """Return the indicators of the values of all labels, (S, L); every row has one value of each label."""
-    column_Sl = np.stack([start + code_N[rows] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
-    indptr = np.arange(len(rows) + 1) * len(labels)
-    return csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=(len(rows), int(starts[-1])))
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows

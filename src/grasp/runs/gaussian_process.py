@@ -92,7 +92,12 @@ class GaussianProcess:
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
         seed_squares_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
-        _check_variation(runs, utility_nT)
+        n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
+        if n_different < MIN_DIFFERENT_SUBSETS or not varies(utility_nT[:, None]).all():
+            raise RunsError(
+                f"fit to runs: got {n_different} different subset(s) in {n_runs} run(s), expected "
+                f"{MIN_DIFFERENT_SUBSETS} or more, and not that all runs have the same utility"
+            )
         scales = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
         data = RunData(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
@@ -282,16 +287,6 @@ class GaussianProcess:
 def varies(utility_nST: F64) -> Bool:
     """Return whether the mean over seeds of each task differs between runs, (T,); True for a single run."""
     return np.asarray((np.ptp(np.nanmean(utility_nST, axis=1), axis=0) > 0) | (len(utility_nST) < 2))
-
-
-def _check_variation(runs: SubsetFeatures, utility_nT: F64) -> None:
-    """Raise a RunsError if fewer than 2 subsets are different, or all utilities of a task are equal."""
-    n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
-    if n_different < MIN_DIFFERENT_SUBSETS or not varies(utility_nT[:, None]).all():
-        raise RunsError(
-            f"fit to runs: got {n_different} different subset(s) in {len(runs)} run(s), expected "
-            f"{MIN_DIFFERENT_SUBSETS} or more, and not that all runs have the same utility"
-        )
 
 
 def _variance_reduction(cross_Cbn: F64, inverse_Cnn: F64) -> F64:

@@ -118,7 +118,12 @@ def import_runs(
         if results is None:
             raise RunsError(f"{trained}: contains only mixtures; pass the results of the runs too")
         weights_location = str(trained)
-        measure_of_files, trained_table = _weights_of_files(files, label)
+        if label is None:
+            raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
+        measure_of_files, weights_of_run = read_mixtures_of_runs(files)
+        lines = [(run, value, weight) for run, mixture in weights_of_run.items() for value, weight in mixture.items()]
+        trained_columns = [pa.array(column) for column in zip(*lines, strict=True)]
+        trained_table = pa.table(trained_columns, TRAINED_SCHEMA.names)
         kind: Kind = "times" if measure_of_files == "times" else "shares"
         measure = measure if kind == "times" else measure_of_files
         notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
@@ -270,16 +275,6 @@ def _read_weights(
     ]
     long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
-
-
-def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[str, pa.Table]:
-    """Return what the weights are shares of, or `times`, and a table of run, name and weight."""
-    if label is None:
-        raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
-    measure, weights = read_mixtures_of_runs(files)
-    lines = [(run, value, weight) for run, mixture in weights.items() for value, weight in mixture.items()]
-    columns = [pa.array(column) for column in zip(*lines, strict=True)]
-    return measure, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
 
 
 # ------------------------------------------------------------------------------------------------- results
