@@ -149,7 +149,6 @@ def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, co
     of a seed change at MANY_VALUES.
 
     Args:
-        rng: random stream.
         counts_G: number of rows of each value.
         rows_N: row positions, sorted by value.
         codes_N: value of each of these rows, in the same order.

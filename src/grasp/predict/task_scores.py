@@ -264,13 +264,7 @@ def _slope(prediction_S: F64, outcome_S: F64) -> float:
 
 
 def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
-    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group.
-
-    Args:
-        mean_SG: outcome of every group.
-        prior_SG: prediction of it that is fitted to the same group.
-        count_G: number of questions.
-    """
+    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group."""
     if len(count_G) < 2:
         return 1.0
     slopes = [

@@ -238,13 +238,21 @@ class GaussianProcess:
         """Return the gradient of a function with respect to the features of one subset.
 
         Each feature is shifted in a subset of its own, so that `value` is called only twice. Steps are relative to the
-        standard deviations over the runs.
+        standard deviations over the runs, or for a share to the share itself plus an even share.
 
         Args:
             at: features of one subset.
             value: function of the features of several subsets, (B,).
         """
-        step_1P = self._scales.finite_difference_step(at, FEATURE_STEP).flat()
+        scales = self._scales
+        step_1T = FEATURE_STEP * ratio(1.0, scales.relevance.inverse_std, minimum=TINY)[None]
+        step_1P = SubsetFeatures(  # 0 if a feature is constant over the runs; a share may be 0, so an even one is added
+            share_BG=FEATURE_STEP * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
+            relevance_BT=step_1T,
+            kernel_BTM=FEATURE_STEP * ratio(1.0, scales.kernel.inverse_std, minimum=TINY)[None],
+            sketch_BD=np.full_like(at.sketch_BD, FEATURE_STEP * ratio(1.0, scales.sketch.inverse_std, minimum=TINY)),
+            within_slice_BT=step_1T,
+        ).flat()
         difference_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.unflatten(ratio(difference_P, step_1P))
 

@@ -166,9 +166,7 @@ def import_runs(
         notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
         notes += harness.notes_about(metric_names)
-    info = RunsInfo.model_validate(
-        {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
-    )
+    info = RunsInfo.model_validate({"kind": kind, "label": label, "measure": measure, "metrics": directions})
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -369,13 +367,7 @@ def _resolve_directions(
     lower: Sequence[str],
     location: str,
 ) -> dict[str, Direction]:
-    """Return whether higher or lower is better, for each metric.
-
-    The results files decide first, then `higher` and `lower`, then the name of the metric.
-
-    Raises:
-        RunsError: none of them decides.
-    """
+    """Return whether higher or lower is better: by the results files, else by `higher` and `lower`, else by name."""
     directions: dict[str, Direction] = {}
     unknown = []
     for metric in metrics:
