@@ -184,31 +184,26 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
+    redundancy_G = None
+    if sketches := [name for name in SIMILARITY_SKETCHES if name in sums.sketch]:
+        slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
+        if slices.membership_GN is None:
+            total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
+        else:
+            corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+            total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
+        rest_GD = total_D - slice_GD
+        norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+        floor_G = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+        product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+        redundancy_G = ratio(product_G, norm_G, minimum=floor_G, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
-        redundancy_G=_redundancy(predictor, slices, sums),
+        redundancy_G=redundancy_G,
     )
-
-
-def _redundancy(predictor: Predictor, slices: LabelSlices, sums: SubsetSums) -> F64 | None:
-    """Return the cosine between the sketch sums of each slice and of all other rows, (G,); None without sketches."""
-    sketches = [name for name in SIMILARITY_SKETCHES if name in sums.sketch]
-    if not sketches:
-        return None
-    slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
-    if slices.membership_GN is None:
-        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
-    else:
-        corpus = predictor.sums(_whole_corpus(predictor.n_rows))
-        total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
-    rest_GD = total_D - slice_GD
-    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
-    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-    return ratio(product_G, norm_G, minimum=floor, undefined=np.nan)
 
 
 def _whole_corpus(n_rows: int) -> Weights:

@@ -161,7 +161,11 @@ def fit_prior(
     if texts is None:
         prior_NT, tasks = np.zeros((len(names), len(plain_tasks)), dtype=np.float32), plain_tasks
     else:
-        prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, _folds(hash_N, documents_N), sample)
+        # the fold of a row is that of the smallest hash of the rows of its document
+        hash_of_document = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
+        np.minimum.at(hash_of_document, documents_N, hash_N)
+        fold_N = (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
+        prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, fold_N, sample)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(prior_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -443,13 +447,6 @@ def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
     if lengths_N is not None:
         sample = sample[: max(1, int(np.searchsorted(np.cumsum(lengths_N[sample]), SAMPLE_TOKENS, side="right")))]
     return np.sort(sample)
-
-
-def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
-    """Assign rows to folds by the smallest hash of the rows of their document, (N,)."""
-    hash_of_document = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(hash_of_document, documents_N, hash_N)
-    return (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
 def _sampled_tasks(

@@ -192,7 +192,16 @@ def read_mixtures(
     """
     table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
-        table = _transpose_mix_output(table, location, measure)
+        has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
+        columns_of_mix = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
+        mixtures = [name for name in columns_of_mix if name in table.column_names]
+        if not mixtures:
+            raise RunsError(
+                f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns_of_mix)}"
+            )
+        row_names = _string_column(table, "value", location).to_pylist()
+        lines = zip(row_names, *(table[name] for name in mixtures), strict=True)
+        table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
@@ -218,18 +227,6 @@ def read_mixtures(
                 "or more that add up to 1"
             )
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
-
-
-def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Table:
-    """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
-    has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
-    columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
-    mixtures = [name for name in columns if name in table.column_names]
-    if not mixtures:
-        raise RunsError(f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns)}")
-    values = _string_column(table, "value", location).to_pylist()
-    lines = zip(values, *(table[name] for name in mixtures), strict=True)
-    return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
 
 
 # ------------------------------------------------------------------------------------------------------- mixtures
