@@ -15,7 +15,7 @@ from grasp.runs.subset_features import SubsetFeatures
 from grasp.select.mixture_model import MixtureModel
 from grasp.select.proposals import most_informative
 from tests.cli.grasp_command import cells, refused, succeed
-from tests.runs.environments import TOPICS, write_artifact, write_environment
+from tests.runs.environments import TOPICS, write_artifact
 
 PEAK = np.array([0.5, 0.3, 0.2])
 N_RUNS = 40
@@ -179,15 +179,6 @@ def test_mixtures_far_outside_have_no_prediction_but_a_proposed_run(seed):
     )
     (share,) = re.findall(r"a run that would allow a prediction of far: games (\d+)%", str(prediction))
     assert 22 < int(share) < 100
-
-
-def test_retrained_subsets_are_proposed_for_by_the_label_that_they_were_drawn_by(tmp_path):
-    artifact = write_artifact(tmp_path / "art")
-    environment = write_environment(tmp_path / "env", artifact, lambda b, s, t: -3.0 + 0.01 * ((7 * b) % 5) + 0.001 * s)
-    table = grasp.propose_runs(environment, count=2, artifact=grasp.Artifact(artifact)).to_pandas()
-    np.testing.assert_allclose(table[list(TOPICS)].sum(axis=1), 1.0)
-    with pytest.raises(SettingsError, match=r"retrained subsets.*artifact"):
-        grasp.propose_runs(environment)
 
 
 @pytest.mark.parametrize(

@@ -520,24 +520,37 @@ def assemble_predictor(
     if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
         unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()}
     unit_factors = {name: units.weight_E * (unit_scales[name].inverse_std_C if estimates else 1.0) for name in negative}
-    # steps 3 and 4, for the mean over the known questions
-    mean_kernels = {
+    # steps 3 and 4
+    kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
     }
-    mean_scales = scales_over_rows(mean_kernels)
-    mean_slopes = slopes_of(protocol, mean_scales)
-    # steps 5 and 6
-    questions = _Questions(
-        artifact,
-        relevance,
-        {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in mean_slopes.items()},
-        units.counts_T,
-    )
+    scales = scales_over_rows(kernels)
+    mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
+    # step 5; coefficients of relevance in the score of a question, see `task_scores`
+    coefficients = {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+    questions = relevance, coefficients, units.counts_T
     can_hold_out = units.counts_T.max() > 1
-    prior = questions.fit_prior() if estimates and can_hold_out else None
-    slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
-    # the array of the first kernel is overwritten with the effects
+    prior = None
+    measure_reliability: Callable[[], tuple[Reliability, ...]]
+    measure_reliability = functools.cache(lambda: mean_reliability(*questions, _row_names(artifact)))
+    if estimates and can_hold_out:
+        prior = fit_prior(
+            *questions,
+            _row_names(artifact),
+            row_documents(artifact),
+            _texts(artifact),
+            [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
+        )
+        reliability = prior.reliability
+        measure_reliability = lambda: reliability  # noqa: E731 - one of two functions of this type
+        # The score p + rho (b - p) with the prior p as a further kernel: the mean b over the known questions is the sum
+        # of the kernels by their slopes, and p has the same scale.
+        prior_rows = RowSums.over(prior.prior_NT)
+        kernels[TEXT_PART] = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
+        scales = scales_over_rows(kernels)
+        slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
+    # step 6; the array of the first kernel is overwritten with the effects
     task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
     return Predictor(
         protocol=protocol,
@@ -552,7 +565,7 @@ def assemble_predictor(
         unit=EFFECT_SIZE,
         prior=prior,
         # the replay scores whole targets, so that no questions can be held out
-        measure_reliability=questions.reliability(prior) if can_hold_out and REPLAY not in negative else None,
+        measure_reliability=measure_reliability if can_hold_out and REPLAY not in negative else None,
         has_replay=REPLAY in negative,
     )
 
@@ -591,54 +604,6 @@ def unit_effects(
     )
     task_std_E = np.repeat(task_means.mean_std.std_C, units.counts_T)
     return replace(unit_level, new_row_value_C=unit_level.new_row_value_C * task_std_E)
-
-
-def _with_prior(
-    prior: Prior | None,
-    slopes: Mapping[str, F64],
-    kernels: Mapping[str, KernelRelevance],
-    scales: Mapping[str, MeanStd],
-) -> tuple[Mapping[str, F64], Mapping[str, KernelRelevance], Mapping[str, MeanStd]]:
-    """Return slopes, kernels and scales of p + rho (b - p), with the prior p as a further kernel; None: unchanged.
-
-    The mean b over the known questions is the sum of the kernels by their slopes, and p has the same scale.
-    """
-    if prior is None:
-        return slopes, kernels, scales
-    rows = RowSums.over(prior.prior_NT)
-    kernel = KernelRelevance(StreamingMoments.from_blocks(rows.blocks()), rows)
-    prior_slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    return prior_slopes, {**kernels, TEXT_PART: kernel}, {**scales, TEXT_PART: kernel.rows.mean_std}
-
-
-@dataclass(frozen=True, slots=True)
-class _Questions:
-    """The known questions of all tasks, from which scores for other questions are estimated (`task_scores`)."""
-
-    artifact: ArtifactReader
-    relevance: Mapping[str, Callable[[], Blocks]]  # by kernel: blocks of relevance, (n, E)
-    coefficients: Mapping[str, F64]  # by kernel: factor of relevance in the score of a question, (E,)
-    counts_T: I64
-
-    def fit_prior(self) -> Prior:
-        """Fit the prediction from text and labels."""
-        return fit_prior(
-            self.relevance,
-            self.coefficients,
-            self.counts_T,
-            _row_names(self.artifact),
-            row_documents(self.artifact),
-            _texts(self.artifact),
-            [label_column(self.artifact, label).codes_N for label in suggest_labels(self.artifact)],
-        )
-
-    def reliability(self, prior: Prior | None) -> Callable[[], tuple[Reliability, ...]]:
-        """Return a function that returns the reliability of each task's scores, which a prior already has."""
-        if prior is not None:
-            return lambda: prior.reliability
-        return functools.cache(
-            lambda: mean_reliability(self.relevance, self.coefficients, self.counts_T, _row_names(self.artifact))
-        )
 
 
 def _row_names(artifact: ArtifactReader) -> list[str]:

@@ -147,8 +147,9 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
     membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
+    literals = ["'" + name.replace("'", "''") + "'" for name in names]  # of SQL
     slices = [
-        Slice(names[m], f"has({column.operand}, {_literal(names[m])})", int(rows_M[m]), int(tokens))
+        Slice(names[m], f"has({column.operand}, {literals[m]})", int(rows_M[m]), int(tokens))
         for m, tokens in zip(selected.tolist(), tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
@@ -163,11 +164,6 @@ def _elements(value: Label) -> tuple[str, ...] | None:
     except (ValueError, RecursionError):
         return None
     return tuple(dict.fromkeys(parts)) if all(isinstance(part, str) for part in parts) else None
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,31 +183,26 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
+    redundancy_G = None
+    if sketches := [name for name in SIMILARITY_SKETCHES if name in sums.sketch]:
+        slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
+        if slices.membership_GN is None:
+            total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
+        else:
+            corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+            total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
+        rest_GD = total_D - slice_GD
+        norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+        floor_G = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+        product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+        redundancy_G = ratio(product_G, norm_G, minimum=floor_G, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
-        redundancy_G=_redundancy(predictor, slices, sums),
+        redundancy_G=redundancy_G,
     )
-
-
-def _redundancy(predictor: Predictor, slices: LabelSlices, sums: SubsetSums) -> F64 | None:
-    """Return the cosine between the sketch sums of each slice and of all other rows, (G,); None without sketches."""
-    sketches = [name for name in SIMILARITY_SKETCHES if name in sums.sketch]
-    if not sketches:
-        return None
-    slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
-    if slices.membership_GN is None:
-        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
-    else:
-        corpus = predictor.sums(_whole_corpus(predictor.n_rows))
-        total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
-    rest_GD = total_D - slice_GD
-    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
-    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-    return ratio(product_G, norm_G, minimum=floor, undefined=np.nan)
 
 
 def _whole_corpus(n_rows: int) -> Weights:

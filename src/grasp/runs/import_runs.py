@@ -118,7 +118,12 @@ def import_runs(
         if results is None:
             raise RunsError(f"{trained}: contains only mixtures; pass the results of the runs too")
         weights_location = str(trained)
-        measure_of_files, trained_table = _weights_of_files(files, label)
+        if label is None:
+            raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
+        measure_of_files, weights_of_run = read_mixtures_of_runs(files)
+        lines = [(run, value, weight) for run, mixture in weights_of_run.items() for value, weight in mixture.items()]
+        trained_columns = [pa.array(column) for column in zip(*lines, strict=True)]
+        trained_table = pa.table(trained_columns, TRAINED_SCHEMA.names)
         kind: Kind = "times" if measure_of_files == "times" else "shares"
         measure = measure if kind == "times" else measure_of_files
         notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
@@ -161,9 +166,7 @@ def import_runs(
         notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
         notes += harness.notes_about(metric_names)
-    info = RunsInfo.model_validate(
-        {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
-    )
+    info = RunsInfo.model_validate({"kind": kind, "label": label, "measure": measure, "metrics": directions})
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -189,7 +192,16 @@ def read_mixtures(
     """
     table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
-        table = _transpose_mix_output(table, location, measure)
+        has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
+        columns_of_mix = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
+        mixtures = [name for name in columns_of_mix if name in table.column_names]
+        if not mixtures:
+            raise RunsError(
+                f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns_of_mix)}"
+            )
+        row_names = _string_column(table, "value", location).to_pylist()
+        lines = zip(row_names, *(table[name] for name in mixtures), strict=True)
+        table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
@@ -215,18 +227,6 @@ def read_mixtures(
                 "or more that add up to 1"
             )
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
-
-
-def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Table:
-    """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
-    has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
-    columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
-    mixtures = [name for name in columns if name in table.column_names]
-    if not mixtures:
-        raise RunsError(f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns)}")
-    values = _string_column(table, "value", location).to_pylist()
-    lines = zip(values, *(table[name] for name in mixtures), strict=True)
-    return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
 
 
 # ------------------------------------------------------------------------------------------------------- mixtures
@@ -270,16 +270,6 @@ def _read_weights(
     ]
     long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
-
-
-def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[str, pa.Table]:
-    """Return what the weights are shares of, or `times`, and a table of run, name and weight."""
-    if label is None:
-        raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
-    measure, weights = read_mixtures_of_runs(files)
-    lines = [(run, value, weight) for run, mixture in weights.items() for value, weight in mixture.items()]
-    columns = [pa.array(column) for column in zip(*lines, strict=True)]
-    return measure, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -374,13 +364,7 @@ def _resolve_directions(
     lower: Sequence[str],
     location: str,
 ) -> dict[str, Direction]:
-    """Return whether higher or lower is better, for each metric.
-
-    The results files decide first, then `higher` and `lower`, then the name of the metric.
-
-    Raises:
-        RunsError: none of them decides.
-    """
+    """Return whether higher or lower is better: by the results files, else by `higher` and `lower`, else by name."""
     directions: dict[str, Direction] = {}
     unknown = []
     for metric in metrics:

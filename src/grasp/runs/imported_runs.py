@@ -174,7 +174,18 @@ def _weights_from_label(
     except SubsetError as err:
         raise RunsError(f"{runs.name}: {err}; import the runs again with --label LABEL") from err
     code_of_value = {name: code for code, name in enumerate(column.names())}
-    names = _label_values(runs, code_of_value)
+    # A prefix that all names in the table share may be missing in the labels, e.g. of train_arxiv, train_github. It is
+    # that of the first and the last name in alphabetical order.
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
+    common_prefix = "".join(letter for letter, _ in pairs)
+    names = list(runs.values)
+    if missing := [name for name in names if name not in code_of_value]:
+        names = [name.removeprefix(common_prefix) for name in names]
+        if not all(name in code_of_value for name in names):
+            raise RunsError(
+                f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
+                f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of_value)[:MAX_LISTED])}"
+            )
     codes = [code_of_value[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
     factor_RG[:, codes] = runs.weights_RG()
@@ -186,24 +197,6 @@ def _weights_from_label(
     if not unseen:
         return blocks, []
     return blocks, [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
-
-
-def _label_values(runs: RunTable, code_of_value: Mapping[str, int]) -> list[str]:
-    """Return the label value that each value of the runs names.
-
-    A prefix that all names in the table share may be missing in the labels, e.g. of train_arxiv, train_github.
-    """
-    # The common prefix of all names is that of the first and the last in alphabetical order.
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
-    common_prefix = "".join(letter for letter, _ in pairs)
-    for names in (list(runs.values), [name.removeprefix(common_prefix) for name in runs.values]):
-        if all(name in code_of_value for name in names):
-            return names
-    missing = [name for name in runs.values if name not in code_of_value]
-    raise RunsError(
-        f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
-        f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of_value)[:MAX_LISTED])}"
-    )
 
 
 def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:

@@ -404,16 +404,7 @@ class SubsetDigest:
 
 
 def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: SubsetDigest) -> None:
-    """Check that settings equal those of the runs in a directory, except for additional seeds and subsets.
-
-    Args:
-        path: directory of the runs.
-        recorded: settings of the runs in the directory.
-        info: settings of this call.
-        digest: checksums of the subsets of this call.
-    Raises:
-        RunsError: they differ; the message names every difference.
-    """
+    """Raise an error that names every difference to recorded runs, except for additional seeds and subsets."""
     may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
     before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
     problems = list(differences(before, now))

@@ -73,7 +73,6 @@ class RunsInfo(Settings):
     label: str | None = Field(None, description="The label, for shares and times.")
     measure: Measure = Field("tokens", description="What shares are shares of: the training tokens, rows or documents.")
     metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
-    read_from: tuple[str, ...] = ()
 
 
 RECOVERY_HINT = "import the runs again"

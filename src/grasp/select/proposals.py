@@ -21,21 +21,19 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from scipy.sparse import csr_array
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
-from grasp.errors import RunsError, SettingsError
+from grasp.errors import SettingsError
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
-from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, RESULTS_SCHEMA, TRAINED_SCHEMA, RunsInfo, RunTable, open_runs
+from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA, RunTable
 from grasp.seeds import stream
 from grasp.select.budget import parse_bounds, parse_tokens, shares_by_value
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
@@ -67,7 +65,7 @@ class Proposal(Result):
 
 
 def propose_runs(
-    runs: Runs | RetrainedRuns,
+    runs: Runs,
     metric: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
     count: int = 4,
@@ -85,7 +83,7 @@ def propose_runs(
     exclude this range, proposals have no prediction, and a note says so.
 
     Args:
-        runs: imported runs, see `grasp runs import`; with an artifact also retrained runs.
+        runs: imported runs, see `grasp runs import`.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
         count: number of mixtures to propose.
         decide: goal: best (find the optimal mixture) or values (estimate the effect of each value).
@@ -95,7 +93,7 @@ def propose_runs(
         train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
             corpus.
         subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
-        artifact: artifact of the corpus; required for retrained runs, for `subsets`, and for `max_repeat`.
+        artifact: artifact of the corpus; required for `subsets` and `max_repeat`.
     Returns:
         One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
         For `best`, gain is the expected increase of the optimum, in the unit of the metric, or in standard deviations
@@ -111,13 +109,9 @@ def propose_runs(
             f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MAX_PROPOSALS} runs; "
             "for more, train these first and import them"
         )
-    opened = open_runs(runs)
-    if artifact is None and (subsets is not None or isinstance(opened, RetrainedRuns)):
-        raise SettingsError("propose: retrained subsets, and subsets, require the artifact of the corpus; pass --art")
-    if artifact is not None and isinstance(opened, RetrainedRuns):
-        opened = runs_by_shares(opened, artifact.files)
-    assert not isinstance(opened, RetrainedRuns)
-    model = MixtureModel.from_runs(opened, metric)
+    if artifact is None and subsets is not None:
+        raise SettingsError("propose: subsets require the artifact of the corpus; pass --art")
+    model = MixtureModel.from_runs(runs, metric)
     label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
     rng = stream(0, "propose", n_runs)
     largest_G = np.ones(len(values))
@@ -163,7 +157,9 @@ def _write_as_subsets(
     table: RunTable, names: Sequence[str], share_KG: F64, artifact: ArtifactReader, path: Path
 ) -> None:
     """Write mixtures as row weights, which `grasp retrain` trains on."""
-    trained = _trained_table(names, table.values, share_KG)
+    k, g = (index.ravel() for index in np.indices(share_KG.shape))
+    columns = [np.array(names, object)[k], np.array(table.values, object)[g], share_KG.ravel()]
+    trained = pa.table([pa.array(column) for column in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     blocks, _ = row_weights(replace(table, trained=trained), artifact)
     corpus = artifact.manifest.fingerprints.get("corpus", "")
     write_subsets(path, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True, corpus=corpus)
@@ -356,40 +352,3 @@ def _variance_reduction(covariance_PP: F64, step_Px: F64) -> F64:
     variance_G = np.diag(covariance_PP)[:-1] + covariance_PP[-1, -1] - 2 * covariance_PP[:-1, -1]
     total_variance = float(np.maximum(variance_G, 0.0).sum())
     return np.asarray((effect_Gx**2).sum(axis=0) / max(total_variance, np.finfo(float).tiny))
-
-
-def runs_by_shares(runs: RetrainedRuns, artifact: ArtifactReader) -> RunTable:
-    """Convert retrained subsets to runs with shares of the label that they were drawn by; metrics are target losses."""
-    if runs.label is None:
-        raise RunsError(f"{runs.path}: its subsets were not drawn by a label, so they have no shares")
-    column = label_column(artifact, runs.label)
-    slices = label_slices(column, row_tokens(artifact), most=len(column.values))
-    blocks = list(runs.subset_blocks(RowIndex.from_parquet(artifact.rows_path), column))
-    n_rows = len(slices.codes_N)
-    slice_NG = csr_array((np.ones(n_rows), slices.codes_N, np.arange(n_rows + 1)), shape=(n_rows, len(slices.slices)))
-    share_RG = np.concatenate(
-        [(block.weights_BN @ slice_NG).toarray() / block.weights.sums[:, None] for block in blocks]
-    )
-    subset_ids = runs.subset_ids
-    utility_RST = runs.task_utilities(runs.targets)
-    lines = [
-        (run, seed, None, f"{target}/loss", -float(utility_RST[r, s, t]))
-        for r, run in enumerate(subset_ids)
-        for s, seed in enumerate(runs.info.seeds)
-        for t, target in enumerate(runs.targets)
-    ]
-    columns = zip(*lines, strict=True)  # run, seed, ...: the fields of RESULTS_SCHEMA
-    results = pa.table(
-        [pa.array(values, field.type) for values, field in zip(columns, RESULTS_SCHEMA, strict=True)],
-        schema=RESULTS_SCHEMA,
-    )
-    metrics = {f"{target}/loss": "lower" for target in runs.targets}
-    info = RunsInfo.model_validate({"kind": "shares", "label": runs.label, "measure": "rows", "metrics": metrics})
-    return RunTable.from_results(runs.name, info, _trained_table(subset_ids, slices.names, share_RG), results)
-
-
-def _trained_table(runs: Sequence[str], values: Sequence[str], share_RG: F64) -> pa.Table:
-    """Return what runs were trained on, one row per run and value."""
-    r, g = (index.ravel() for index in np.indices(share_RG.shape))
-    columns = [np.array(runs, object)[r], np.array(values, object)[g], share_RG.ravel()]
-    return pa.table([pa.array(column) for column in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
