@@ -227,8 +227,7 @@ def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, s
     assert match, message
     assert_mentions(message, "no space left", "--resume")
     if "shards" in pattern:
-        assert f"{match[1]} of 9 shards finished" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all files intact")
+        assert f"{match[1]} of 9 shards" in refused("info", out)
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -152,9 +152,7 @@ class ArtifactReader:
             ArtifactError: not an artifact, unfinished (with its progress and how to resume), damaged, or of another
                 format version.
         """
-        if remote_url(path) is None and kind_of(local_path(path) / MANIFEST) == "nothing":
-            refuse_unfinished(local_path(path))
-        return cls(*open_store(path, SIGNED_MANIFEST, VERIFY))
+        return cls(*open_manifest(path))
 
     @property
     def protected_paths(self) -> dict[str, InputPaths]:
@@ -556,24 +554,20 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
         out_NE[rows] *= scale_E * BIAS
 
 
-def refuse_unfinished(path: Path) -> NoReturn:
-    """Raise an ArtifactError that says why there is no complete artifact at `path`, and what to do."""
+def open_manifest(path_or_url: Path | str) -> tuple[Manifest, Files]:
+    """Read the manifest of a complete artifact; errors as `ArtifactReader.open`."""
+    path = local_path(path_or_url)
+    if remote_url(path_or_url) is not None or kind_of(path / MANIFEST) != "nothing":
+        return open_store(path_or_url, SIGNED_MANIFEST, VERIFY)
     create = f"create one with `grasp build --out {shlex.quote(str(path))}`"
     if not path.exists():
         reason = f"no such artifact; {create}"
     elif (path / BUILD).exists():
         record = read_record(path / BUILD, BuildRecord)
-        grid = ShardGrid(record.n_rows, record.shard_rows)
-        n_finished = len(BuiltShards(path, 0, grid).parts)
-        reason = (
-            f"not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
-            "continue"
-        )
+        shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows))
+        reason = f"not finished: {shards.progress()}; run the same `grasp build` with --resume to continue"
     elif (path / MARKER).exists():
-        reason = (
-            "a build was started here, but no shard is finished; wait for it, or run the same `grasp build` with "
-            "--resume"
-        )
+        reason = "not finished: no shard is written; wait for it, or run the same `grasp build` with --resume"
     else:
         reason = f"not an artifact (no {BUILD}); {create}"
     raise ArtifactError(f"{path}: {reason}")
