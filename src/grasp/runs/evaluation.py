@@ -176,7 +176,7 @@ class Evaluation(Result):
         lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
         for result in self.methods:
             for metrics in result.targets:
-                for metric in (*HEADINGS, "task_rho_standardised"):  # the last one is in the JSON and CSV only
+                for metric in HEADINGS:
                     method = "" if metric in CEILINGS else f" of {result.method}"
                     if reason := metrics[metric].reason:
                         lines[f"undefined: {metric}{method} on {metrics.target}: {reason}"] = None
@@ -290,8 +290,6 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
                 estimate = metrics[metric]
                 record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
                 record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
-            for metric, (mean, sd) in metrics.over_seeds.items():
-                record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
             if not is_mean:
                 record["undefined_units"] = sum(metrics.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{reason}: {n}" for reason, n in metrics.undefined_units.items())
