@@ -52,7 +52,6 @@ from grasp.report.example_rows import (
     Shades,
     collect_example_rows,
     explain_rows,
-    iterate_columns,
 )
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
@@ -348,10 +347,9 @@ def _top_rows_gain(
     The gains are in the unit of the runs for targets that have runs, and in that of the predictor otherwise.
     """
     n_rows = len(predictor.effect_NT)
-    effects = iterate_columns(predictor.effect_NT, np.arange(n_rows))
     subsets = (
         WeightedRows(target, np.sort(ranked(effect_N, count=n_top)))
-        for target, effect_N in zip(targets, effects, strict=True)
+        for target, effect_N in zip(targets, predictor.effect_NT.T, strict=True)
     )
     blocks = list(in_blocks(subsets, n_rows, len(targets)))
     # Subset t is that of target t, so its gain is on the diagonal of the changes of every subset and target.
