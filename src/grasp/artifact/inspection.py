@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.manifest import REPLAY, TOKENS, ArrayEntry, ShardGrid
+from grasp.artifact.manifest import REPLAY, TOKENS, ShardGrid
 from grasp.artifact.reader import open_manifest
 from grasp.files import FileEntry
 from grasp.text import plain, size_text, skipped_text, text_table
@@ -134,6 +134,21 @@ def info(path: Path | str) -> ArtifactInfo:
     unfinished = [UNFINISHED_REPLAY] if (files.root / REPLAY).exists() else []
     bytes_by_group = _bytes_by_group(manifest.files)
     bytes_total = sum(bytes_by_group.values())
+    arrays = []
+    for name, entry in manifest.arrays.items():
+        bytes_per_row = sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
+        arrays.append(
+            ArrayInfo(
+                name=name,
+                shape=(manifest.n_rows, entry.width),
+                dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
+                bytes=manifest.n_rows * bytes_per_row,
+                bytes_per_row=float(bytes_per_row),
+                unit=entry.unit,
+                sign=entry.sign,
+                groups=tuple(group.name for group in entry.groups),
+            )
+        )
     return ArtifactInfo(
         path=files.location,
         format_version=manifest.format_version,
@@ -141,7 +156,7 @@ def info(path: Path | str) -> ArtifactInfo:
         shard_rows=manifest.shard_rows,
         n_shards=ShardGrid(manifest.n_rows, manifest.shard_rows).n_shards,
         targets=manifest.targets,
-        arrays=tuple(_array_info(name, entry, manifest.n_rows) for name, entry in manifest.arrays.items()),
+        arrays=tuple(arrays),
         bytes=bytes_by_group,
         bytes_total=bytes_total,
         bytes_per_row=bytes_total / manifest.n_rows,
@@ -151,20 +166,6 @@ def info(path: Path | str) -> ArtifactInfo:
         skipped=manifest.skipped,
         details=manifest.details,
         replays=(*map(str, manifest.replays), *unfinished),
-    )
-
-
-def _array_info(name: str, entry: ArrayEntry, n_rows: int) -> ArrayInfo:
-    bytes_per_row = sum(np.dtype(group.dtype).itemsize * (group.stop - group.start) for group in entry.groups)
-    return ArrayInfo(
-        name=name,
-        shape=(n_rows, entry.width),
-        dtype="/".join(dict.fromkeys(group.dtype for group in entry.groups)),
-        bytes=n_rows * bytes_per_row,
-        bytes_per_row=float(bytes_per_row),
-        unit=entry.unit,
-        sign=entry.sign,
-        groups=tuple(group.name for group in entry.groups),
     )
 
 
