@@ -70,11 +70,6 @@ _FUNCTION_NAMES = """
     year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
 """
 FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), *GRASP_FUNCTIONS, "list_value"))
-_STATEMENT_WORDS = """
-    attach call copy create delete detach drop export from import insert install load pragma select set update with
-"""
-STATEMENTS = frozenset(_STATEMENT_WORDS.split())
-STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
 FORBIDDEN_CLAUSES = frozenset(
     ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
 )
@@ -459,14 +454,12 @@ def _parse_node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
 
 def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], location: str) -> dict[str, Any]:
     """Parse an expression into a statement, and validate that it is a single allowed expression."""
-    word, parsed = [*expression.split(maxsplit=1), ""][0].lower(), dict[str, Any]()
-    if not word:
+    parsed: dict[str, Any] = {}
+    if not expression.strip():
         problem = "empty; expected a condition such as topic = 'Games'"
     elif len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
         location = f"expression {expression[:60]!r}..."
         problem = f"{len(expression)} characters; expected at most {MAX_EXPRESSION_CHARS} of plain text"
-    elif word in STATEMENTS and word not in columns:
-        problem = STATEMENT_REFUSED
     else:
         try:
             row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
@@ -484,7 +477,10 @@ def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[s
 def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str]) -> str:
     """Return why a parsed text is not a single allowed expression; empty if it is one."""
     if parsed.get("error"):
-        return f"{_syntax_error(parsed, expression)}{_quoting_hint(expression, columns)}"
+        need_quotes = [name for name in columns if identifier(name) != name]
+        unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
+        hint = f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
+        return _syntax_error(parsed, expression) + hint
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
@@ -502,20 +498,13 @@ def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str
 def _syntax_error(parsed: dict[str, Any], expression: str) -> str:
     """Return the message of a failed parse, with the text around the error."""
     if parsed.get("error_type") != "parser":
-        return STATEMENT_REFUSED
+        return "statements are refused; expected a condition on the columns, such as topic = 'Games'"
     message = " ".join(str(parsed["error_message"]).split())
     at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
     if not 0 <= at < len(expression):
         return f"{message.split(' at or near')[0]} at its end"
     around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
     return f"{message} (character {at + 1}: ...{around})"
-
-
-def _quoting_hint(expression: str, columns: Collection[str]) -> str:
-    """Return a hint on columns that are named without the double quotes that they need, or nothing."""
-    need_quotes = [name for name in columns if identifier(name) != name]
-    unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
-    return f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
 
 
 def _problem_of_node(node: dict[str, Any]) -> str:
