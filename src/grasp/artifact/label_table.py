@@ -348,7 +348,7 @@ class _Query:
             for call in calls:
                 if call["function_name"].lower() == "bins":
                     self._set_edges([argument["expression"] for argument in call["arguments"]], call)
-            self.sql = self._sql_of(self._selected)
+            self.sql = self._sql_of(self._statement["statements"][0]["node"]["select_list"][0])
             self.kind = self._kind(self.sql, self.columns)
         except BaseException:
             self._db.close()
@@ -359,11 +359,6 @@ class _Query:
 
     def __exit__(self, *error: object) -> None:
         self._db.close()
-
-    @property
-    def _selected(self) -> dict[str, Any]:
-        node: dict[str, Any] = self._statement["statements"][0]["node"]["select_list"][0]
-        return node
 
     @property
     def operand(self) -> str:
@@ -377,9 +372,9 @@ class _Query:
 
     def results(self) -> Iterator[pa.Array]:
         """Yield the values of the expression, batch by batch."""
-        return self._results(self.sql, self.columns)
+        return self._values(self.sql, self.columns)
 
-    def _results(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
+    def _values(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
         for batch in self._table.read_batches(self._inputs(columns)):
             yield self._evaluate(sql, batch)
 
@@ -430,7 +425,7 @@ class _Query:
         sql, columns, edges = self._sql_of(values), self._resolve(values), list[float]()
         kind = self._kind(sql, columns)
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-            values_N = pa.chunked_array(list(self._results(sql, columns)), kind).cast(pa.float64())
+            values_N = pa.chunked_array(list(self._values(sql, columns)), kind).cast(pa.float64())
             edges = quantile_edges(values_N.to_numpy(), int(numbers[0]))
         if not edges:
             raise SubsetError(f"{self.location}: bins: got values of type {kind}, expected numbers that differ")

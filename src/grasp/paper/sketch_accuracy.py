@@ -153,7 +153,7 @@ def _scaled(whitener: Whitener, residual_NV: csr_array) -> csr_array:
 
 
 def _position_kernels(whitener: Whitener, features: SampleFeatures) -> PositionKernels:
-    batch, n_rows = features.batch, len(features.row_index)
+    batch, n_rows = features.batch, features.batch.n_rows
     hidden_PH = whitener.whiten(batch.hidden_PH.float().cpu().numpy())
     residual_PV, row_P = _scaled(whitener, features.residual_PV), batch.row_P.cpu().numpy()
     product_NN = metrics.position_gram(hidden_PH, residual_PV, row_P, n_rows)
