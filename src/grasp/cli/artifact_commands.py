@@ -337,8 +337,7 @@ def verify(
         report = check(path)
     for problem in report.problems:
         print(f"broken: {problem}")
-    what = "artifact" if report.complete else "unfinished artifact"
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
-    print(f"{report.path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    print(f"{report.path}: artifact, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:
         raise typer.Exit(code=1)

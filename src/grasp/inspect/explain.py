@@ -303,11 +303,21 @@ class _PreparedUnits:
         if self.by_position:
             unit = self.units["unit_id"][0].as_py()
             subject = f"{unit} of {target}"
-            answer = self._answer_table(sums)
-            pairs = _strongest_pairs(sums.pair_LC, table, answer, self.unit_tokens[0].first)
+            (tokens,) = self.unit_tokens
+            received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
+            answer = pa.table(
+                {
+                    "position": np.arange(len(received_L)),
+                    "text": self.model.tokenizer.token_texts(tokens.input_ids.tolist()),
+                    "received": pa.array(received_L, from_pandas=True),
+                }
+            )
+            pairs = _strongest_pairs(sums.pair_LC, table, answer, tokens.first)
             notes.append(UNIT_SCALE_NOTE)
         else:
-            questions = self._question_table(sums)
+            questions = self.units.select(["unit_id", "prompt", "completion"])
+            questions = questions.append_column("contribution", pa.array(sums.by_column_C))
+            questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
             notes += _dominant_question_notes(questions)
         recomputed = sums.recomputed
         if REPLAY in terms.weights:
@@ -379,24 +389,6 @@ class _PreparedUnits:
             {"position": np.arange(shard.n_tokens), "text": texts}
             | {name: pa.array(contribution_L, mask=~has_number_L) for name, contribution_L in columns.items()}
         )
-
-    def _answer_table(self, sums: "_RowContributions") -> pa.Table:
-        """Return one row per token of the unit, with the contribution that it received; NaN for the prompt."""
-        (tokens,) = self.unit_tokens
-        received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
-        return pa.table(
-            {
-                "position": np.arange(len(received_L)),
-                "text": self.model.tokenizer.token_texts(tokens.input_ids.tolist()),
-                "received": pa.array(received_L, from_pandas=True),
-            }
-        )
-
-    def _question_table(self, sums: "_RowContributions") -> pa.Table:
-        """Return the units with their contributions, in descending order."""
-        questions = self.units.select(["unit_id", "prompt", "completion"])
-        questions = questions.append_column("contribution", pa.array(sums.by_column_C))
-        return questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,6 @@ class Health(Result):
         return json_text(data)
 
 
-VERDICT_TEXT = {"look": "need a look", "not measured": "were not measured"}
-
-
 def check(
     artifact: ArtifactReader,
     *,
@@ -141,7 +138,8 @@ def check(
         }
     )
     headline = f"{counts['healthy']} of {len(results)} checks are healthy"
-    headline += "".join(f", {counts[verdict]} {text}" for verdict, text in VERDICT_TEXT.items() if counts[verdict])
+    headline += f", {counts['look']} need a look" * bool(counts["look"])
+    headline += f", {counts['not measured']} were not measured" * bool(counts["not measured"])
     features_from = "nothing" if isinstance(features, GraspError) else features.source
     notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {features_from}",)
     return Health(table, f"{headline}.", notes, checks=tuple(results), source=features_from)

@@ -39,12 +39,10 @@ class SampleFeatures:
     """Features of a sample of rows at every position.
 
     Attributes:
-        row_index: index in the corpus of each row of the sample, (N,).
         batch: features of all rows, with positions sorted by row.
         source: where the features are from.
     """
 
-    row_index: NDArray[np.int64]
     batch: Batch
     source: Literal["kept features", "the model"]
 
@@ -129,11 +127,8 @@ def sample_features(
         model_pass = None if isinstance(source, GraspError) else forward_only(source)
         batches = _stored_batches(artifact, row_index, model_pass)
     n_rows = len(row_index)
-    return SampleFeatures(
-        row_index,
-        merge_batches(batches, n_rows).rows(0, n_rows),
-        "kept features" if artifact.keeps_features else "the model",
-    )
+    source_name: Literal["kept features", "the model"] = "kept features" if artifact.keeps_features else "the model"
+    return SampleFeatures(merge_batches(batches, n_rows).rows(0, n_rows), source_name)
 
 
 def _stored_batches(

@@ -35,7 +35,7 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed_batches
+from grasp.store.checksummed_parquet import checksummed_writer, read_checksummed_batches
 from grasp.store.contents import readable, readable_table
 
 DEFAULT_SUBSET_ID = "subset"  # name of the subset of a table without subset_id
@@ -130,7 +130,7 @@ def write_subsets(
     schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
         atomic_path(Path(path)) as temporary,
-        ChecksummedParquetWriter(temporary, schema, compression_level=compression_level) as writer,
+        checksummed_writer(temporary, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.api.evaluate import Agreement, agreement
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -52,7 +52,6 @@ from grasp.report.example_rows import (
     Shades,
     collect_example_rows,
     explain_rows,
-    iterate_columns,
 )
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
@@ -228,10 +227,7 @@ def collect_findings(
         command: command line that reproduces the report.
         progress: receives the rows that are explained.
     Raises:
-        SettingsError: a file belongs to another artifact.
-        ProtocolError: the artifact does not fit the scoring rule, or has no such target.
-        RunsError: the runs do not belong to the artifact.
-        SubsetError: unknown label, or a label with a single value.
+        SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """
     progress = progress or Silent()
     progress.stage("predictions", rows=None, tokens=None)
@@ -255,11 +251,14 @@ def collect_findings(
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
 
     labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
-    rows = collect_example_rows(artifact, predictor, slices_by_label, _reliable_rows(artifact))
+    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
+    rows = collect_example_rows(artifact, predictor, slices_by_label, long_N if long_N.any() else ~long_N)
     shades, figures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
     n_top = max(1, round(TOP_SHARE * artifact.n_rows))
+    run_file = None if runs is None else runs.path / "run.yaml"
+    runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
     return Findings(
         command=command,
         flags={
@@ -268,7 +267,7 @@ def collect_findings(
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
         settings=yaml_text(artifact.manifest.settings),
-        runs_settings=_runs_settings(runs),
+        runs_settings=runs_settings,
         artifact_path=artifact.location,
         n_rows=artifact.n_rows,
         n_tokens=int(tokens_N.sum()),
@@ -293,18 +292,6 @@ def collect_findings(
         selection=selection_summary,
         mixture=mixture_summary,
     )
-
-
-def _reliable_rows(artifact: ArtifactReader) -> Bool:
-    """Return which rows are long enough for a reliable effect, (N,); all rows if none is."""
-    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
-    return long_N if long_N.any() else np.ones_like(long_N)
-
-
-def _runs_settings(runs: TrainingRuns | None) -> str:
-    """Return the settings with which the runs were retrained as YAML; empty if they are not stored."""
-    path = None if runs is None else runs.path / "run.yaml"
-    return yaml_text(read_yaml(path)) if path is not None and path.exists() else ""
 
 
 def display_unit(unit: str) -> str:
@@ -348,10 +335,9 @@ def _top_rows_gain(
     The gains are in the unit of the runs for targets that have runs, and in that of the predictor otherwise.
     """
     n_rows = len(predictor.effect_NT)
-    effects = iterate_columns(predictor.effect_NT, np.arange(n_rows))
     subsets = (
         WeightedRows(target, np.sort(ranked(effect_N, count=n_top)))
-        for target, effect_N in zip(targets, effects, strict=True)
+        for target, effect_N in zip(targets, predictor.effect_NT.T, strict=True)
     )
     blocks = list(in_blocks(subsets, n_rows, len(targets)))
     # Subset t is that of target t, so its gain is on the diagonal of the changes of every subset and target.
