@@ -23,7 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.paper.candidates import Candidate, ComponentSettings
 from grasp.paper.interaction_predictor import InteractionEffects
-from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
+from grasp.paper.protocol import DEFAULT_CALIBRATION, CalibrationSettings, InteractionProtocol
 from grasp.paper.shuffled_pairs import ShuffledPairs
 from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_moments
@@ -35,7 +35,6 @@ from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions, Weighting
 from grasp.runs.training_runs import TrainingRuns
 
-DEFAULT_CALIBRATION = "uniform:0.5"
 SHUFFLED_PREFIX = "shuffled "  # name prefix of components of shuffled pairs
 
 

@@ -71,28 +71,6 @@ class InteractionSums(SubsetSums):
         return WeightSums(self.effective_B, self.omitted_B, self.n_rows)
 
 
-def _interaction_sums(
-    n_rows: int,
-    *,
-    weight_B: F64,
-    n_retained_B: F64,
-    omitted_B: F64,
-    effect_BT: F64,
-    sketch_sums: Mapping[str, SketchSums],
-) -> InteractionSums:
-    """Create the sums of subsets whose rows keep their weights."""
-    return InteractionSums(
-        n_rows=n_rows,
-        weight_B=weight_B,
-        n_retained_B=n_retained_B,
-        effective_B=weight_B,
-        effect_BT=effect_BT,
-        sketch={name: sums.total_BD for name, sums in sketch_sums.items()},
-        omitted_B=omitted_B,
-        sketch_sums=sketch_sums,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class InteractionEffects(RowEffects):
     """Effects of rows, with gain and offset; see the table in the module docstring."""
@@ -119,15 +97,16 @@ class InteractionPredictor(Predictor):
         """Compute the sums of one block of subsets."""
         required = self.sketches if sketch_names is None else sketch_names
         weight_sums = WeightSums.from_weights(weights)
-        return _interaction_sums(
-            self.n_rows,
+        sketch_sums = {name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required}
+        return InteractionSums(
+            n_rows=self.n_rows,
             weight_B=weight_sums.retained_B,
             n_retained_B=weights.sizes.astype(np.float64),
-            omitted_B=weight_sums.omitted_B,
+            effective_B=weight_sums.retained_B,
             effect_BT=self.task.effects.sums(weights),
-            sketch_sums={
-                name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required
-            },
+            sketch={name: sums.total_BD for name, sums in sketch_sums.items()},
+            omitted_B=weight_sums.omitted_B,
+            sketch_sums=sketch_sums,
         )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
@@ -151,13 +130,14 @@ class InteractionPredictor(Predictor):
             )
             for name, subset in sums.sketch_sums.items()
         }
-        is_dropped = weight == 0.0
-        return _interaction_sums(
-            n_rows,
+        return InteractionSums(
+            n_rows=n_rows,
             weight_B=n_rows + step * size_B,
-            n_retained_B=n_rows - size_B if is_dropped else np.full_like(size_B, n_rows),
-            omitted_B=np.abs(step) * size_B,
+            n_retained_B=n_rows - size_B if weight == 0.0 else np.full_like(size_B, n_rows),
+            effective_B=n_rows + step * size_B,
             effect_BT=step * sums.effect_BT,  # effects add up to 0 over the corpus
+            sketch={name: each.total_BD for name, each in sketch_sums.items()},
+            omitted_B=np.abs(step) * size_B,
             sketch_sums=sketch_sums,
         )
 

@@ -28,10 +28,9 @@ from grasp.arrays import F64
 from grasp.errors import ProtocolError
 from grasp.files import write_atomically
 from grasp.paper.agreement import measure_agreement, standard_errors
-from grasp.paper.candidate_predictor import DEFAULT_CALIBRATION
 from grasp.paper.candidates import DELTA, Candidate, ProtocolFamily
 from grasp.paper.development_runs import Development
-from grasp.paper.protocol import CalibrationSettings
+from grasp.paper.protocol import DEFAULT_CALIBRATION, CalibrationSettings
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.runs.metrics import RESAMPLES
 
@@ -83,7 +82,8 @@ def select_protocol(
         ProtocolError: fewer than two development results (the bound is undefined), no candidate for which all
             artifacts have the arrays, no candidate with varying predictions, or constant utilities.
     """
-    developments = _sort_by_environment(developments)
+    paths = [development.runs.path for development in developments]  # those of one environment become adjacent
+    developments = sorted(developments, key=lambda development: paths.index(development.runs.path))
     results = tuple(name for development in developments for name in development.results)
     if len(set(results)) < len(results):
         raise ProtocolError(
@@ -122,12 +122,6 @@ def select_protocol(
         resamples=resamples,
         results=results,
     )
-
-
-def _sort_by_environment(developments: Sequence[Development]) -> list[Development]:
-    """Sort developments so that those of one environment are adjacent, in order of first appearance."""
-    paths = [development.runs.path for development in developments]
-    return sorted(developments, key=lambda development: paths.index(development.runs.path))
 
 
 def _agreement_by_environment(

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial.distance import squareform
 
 from grasp.arrays import F32, F64
 from grasp.errors import ShapeError
 from grasp.seeds import stream
 
-MAX_ROWS = 12_000  # 4 bytes per pair of rows: 288 MB
+MAX_ROWS = 12_000  # 4 bytes per element of the matrix: 576 MB
 BLOCK_ROWS = 256
 
 
@@ -28,42 +29,26 @@ class ShuffledPairs:
     matrix: K_pair may be lower than -K_self, i.e. K_raw negative.
     """
 
-    n_rows: int
-    condensed: F32  # the upper triangle of the matrix, row by row, filled with the similarities in random order
+    gram_NN: F32  # symmetric, 0 on the diagonal
 
     @classmethod
     def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
-        """Permute the pair similarities of a sketch. Memory: 2 N^2 bytes; time: O(N^2 D).
+        """Permute the pair similarities of a sketch. Time: O(N^2 D); memory: 10 N^2 bytes.
 
         Raises:
             ShapeError: more than MAX_ROWS rows.
         """
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
-        n_rows = len(sketch_ND)
-        if n_rows > MAX_ROWS:
-            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {MAX_ROWS}")
-        condensed = np.empty(n_rows * (n_rows - 1) // 2, dtype=np.float32)
-        end = 0
-        for first_row in range(0, n_rows, BLOCK_ROWS):
-            block = sketch_ND[first_row : first_row + BLOCK_ROWS] @ sketch_ND.T
-            for i, row in enumerate(block, start=first_row):
-                begin, end = end, end + n_rows - 1 - i
-                condensed[begin:end] = row[i + 1 :]
+        if len(sketch_ND) > MAX_ROWS:
+            raise ShapeError(f"shuffled pairs: got {len(sketch_ND)} rows, expected at most {MAX_ROWS}")
+        condensed = squareform(sketch_ND @ sketch_ND.T, force="tovector", checks=False)  # the upper triangle by rows
         stream(seed, "fidelity", "pair-shuffled").shuffle(condensed)
-        return cls(n_rows, condensed)
+        return cls(squareform(condensed))
 
-    def k_pair(self, weights_BN: NDArray[np.floating]) -> F64:
-        """Return K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
-        weights_BN = np.asarray(weights_BN, dtype=np.float64)
-        if weights_BN.shape[1] != self.n_rows:
-            raise ShapeError(f"shuffled pairs: weights {weights_BN.shape} for {self.n_rows} rows")
+    def k_pair(self, weights_BN: F64) -> F64:
+        """Return K_pair = sum_{i != j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
         total_B = np.zeros(len(weights_BN))
-        end = 0
-        for first_row in range(0, self.n_rows, BLOCK_ROWS):
-            last_row = min(first_row + BLOCK_ROWS, self.n_rows)
-            block = np.zeros((last_row - first_row, self.n_rows))  # rows of the upper triangle; 0 at j <= i
-            for i in range(first_row, last_row):
-                begin, end = end, end + self.n_rows - 1 - i
-                block[i - first_row, i + 1 :] = self.condensed[begin:end]
-            total_B += np.einsum("bi,bi->b", weights_BN[:, first_row:last_row], weights_BN @ block.T)
-        return np.asarray(2.0 * total_B)
+        for start in range(0, len(self.gram_NN), BLOCK_ROWS):  # in blocks, since the products are in float64
+            block = slice(start, start + BLOCK_ROWS)
+            total_B += np.einsum("bi,bi->b", weights_BN[:, block], weights_BN @ self.gram_NN[block].T)
+        return total_B

@@ -14,7 +14,7 @@ Shape letters: B subsets, C columns (targets or units), D sketch width.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self, get_args
+from typing import Self, cast
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
@@ -223,7 +223,4 @@ def _closed_forms(
 
 def _parsed_components(protocol: InteractionProtocol) -> dict[str, tuple[SketchName, Kind]]:
     """Split component names such as `joint.pair` into ("joint", "pair"); they were validated with the protocol."""
-    sketch_names: dict[str, SketchName] = {str(name): name for name in get_args(SketchName)}
-    kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
-    pairs = ((component, component.split(".")) for component in protocol.components)
-    return {component: (sketch_names[sketch_name], kinds[kind]) for component, (sketch_name, kind) in pairs}
+    return {name: cast("tuple[SketchName, Kind]", tuple(name.split("."))) for name in protocol.components}

@@ -77,7 +77,7 @@ def fit_head(
 
 @command(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
-    "grasp detect art --target trusted --label topic --truth was_changed",
+    "grasp detect art --target trusted --truth was_changed -k 100",
     verb="grasp.vision.detect",
     group=commands,
     section="Find suspicious rows",
