@@ -98,20 +98,16 @@ class Checkpoint:
         """Return Adam's (exp_avg, exp_avg_sq) by Hugging Face parameter name, float32 on the CPU.
 
         Raises:
-            ModelError: there are none (see `has_moments`), or they do not match the recipe.
+            ModelError: they do not match the recipe.
         """
-        if not self.has_moments:
-            raise ModelError(
-                f"{self.path}: no Adam moments: expected {OPTIMIZER} next to {RECORD} or {TRAINER_STATE}; use the "
-                "variant of the method without moments, or save them in training"
-            )
+        assert self.has_moments
         by_recipe = (self.path / RECORD).is_file()
         try:
             state = load_file(self.path / OPTIMIZER)
             if not by_recipe:
                 names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
                 return {name: (state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"]) for name in names}
-            shape = _read_recipe(self.path / RECORD)[0].shape
+            shape = read_recipe(self.path / RECORD)[0].shape
             first, second = (_name_moments(shape, state, moment) for moment in ("exp_avg", "exp_avg_sq"))
         except (KeyError, SafetensorError, RuntimeError, OSError) as err:
             of_what = f"the recipe in {RECORD}" if by_recipe else "named parameters"
@@ -173,7 +169,7 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
 def _read_checkpoint(path: Path) -> Checkpoint:
     step, rate = None, None
     if (path / RECORD).is_file():
-        recipe, step = _read_recipe(path / RECORD)
+        recipe, step = read_recipe(path / RECORD)
         rate = recipe.learning_rate_at(step - 1)
     elif (path / TRAINER_STATE).is_file():
         step, rate = _read_trainer_state(path / TRAINER_STATE)
@@ -182,7 +178,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, step, rate)
 
 
-def _read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
+def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
     """Return the recipe and the step of the record of a training run."""
     record = _read_record(path)
     try:
