@@ -117,18 +117,19 @@ def configure_methods(
         settings, error_prefix = read_yaml(Path(settings)), str(settings)
     configurations = dict(settings or {})
     labels = list(configurations) if names is None else [name for name in parse_names(names) if name != GRASP]
+    fault = ""
     if duplicates := sorted({name for name in labels if labels.count(name) > 1}):
-        raise SettingsError(
-            f"methods: {', '.join(duplicates)} given twice; use another label for one in a settings file"
-        )
+        fault = f"{', '.join(duplicates)} given twice; use another label for one in a settings file"
     for label in labels:
         if label not in configurations and label not in registered_methods():
             if not configurations:
                 find(GROUP, label, error_prefix)  # raises with the list of available methods
-            raise SettingsError(
-                f"methods: unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; "
-                f"available methods: {', '.join(registered_methods())}"
+            fault = (
+                f"unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; available "
+                f"methods: {', '.join(registered_methods())}"
             )
+    if fault:
+        raise SettingsError(f"methods: {fault}")
     return tuple(_configure(label, configurations.get(label, {}), f"{error_prefix}: {label}") for label in labels)
 
 
