@@ -125,7 +125,7 @@ def projected(world: World, width: int, *layers: str, adam: bool = False) -> Sco
 
 def exact(world: World, *layers: str, curvature: str = "none") -> Score:
     engine = world.engine(*layers)
-    units = UnitGradients.collect(engine, world.units, whole=curvature in ("ekfac", "datainf"))
+    units = UnitGradients.collect(engine, world.units)
     fisher = Fisher(world.rows[:FISHER_ROWS], None)
     if curvature == "datainf":
         precondition(units, list(fisher.rows), 0.1)

@@ -126,9 +126,9 @@ def test_tracin_of_the_last_checkpoint_is_the_cosine_of_the_selected_parameters(
 def test_units_that_do_not_fit_in_memory_need_further_passes_with_the_same_result(name, world, tmp_path, monkeypatch):
     settings = {"tracin": {"dimension": None}}.get(name, {})
     expected = scored(world, tmp_path / "one", name, **settings)
-    monkeypatch.setattr("grasp.baselines.gradients.whole.numbers_per_unit", lambda *_, **__: 60_000)
+    monkeypatch.setattr(f"grasp.baselines.{name}.unit_groups", lambda *_, **__: ([slice(0, 4), slice(4, 6)], True))
     message = account(world, tmp_path / "more", name, memory_mb=1, **settings).notes[0]
-    assert message in [f"exact, not projected, in {passes} passes over the rows per checkpoint" for passes in (2, 3)]
+    assert message == "exact, not projected, in 2 passes over the rows per checkpoint"
     # inner products over matrices of 16 x 32, in other blocks
     assert_close(scored(world, tmp_path / "more", name, memory_mb=1, **settings), expected, rounding(16 * 32))
 
@@ -137,12 +137,10 @@ def test_groups_of_units_respect_the_memory_limit(world):
     inputs = world.inputs()
     layers = choose_layers(inputs.model, ["all"])
     units = unit_examples(inputs) * 100
-    groups = unit_groups(layers.blocks, units, 1, whole=True, copies=2)
+    groups, _ = unit_groups(layers.blocks, units, 1, whole=True, copies=2)
     assert groups[0] == slice(0, (1 << 20) // (8 * layers.size))
     assert groups[-1].stop == 600
     assert all(a.stop == b.start for a, b in pairwise(groups))
-    head = choose_layers(inputs.model, ["head"]).blocks  # as factors, more units fit
-    assert len(unit_groups(head, units, 3)) < len(unit_groups(head, units, 3, whole=True))
 
 
 # ------------------------------------------------------------------------------------------------- trak
@@ -420,14 +418,10 @@ def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gr
 
 def test_kfac_does_not_depend_on_the_form_of_unit_gradients(world, tmp_path, monkeypatch):
     result = []
-    for has_factors in (True, False):
-        monkeypatch.setattr(
-            "grasp.baselines.gradients.whole.is_separate_head", lambda block, by=has_factors: by and block.head
-        )
-        monkeypatch.setattr(
-            "grasp.baselines.gradients.curvature.is_separate_head", lambda block, by=has_factors: by and block.head
-        )
-        result.append(scored(world, tmp_path / str(has_factors), "influence", layers="all"))
+    for whole in (True, False):
+        groups = ([slice(0, N_UNITS)], whole)
+        monkeypatch.setattr("grasp.baselines.influence.unit_groups", lambda *_, by=groups, **__: by)
+        result.append(scored(world, tmp_path / str(whole), "influence", layers="all"))
     assert_close(result[0], result[1], 1e-4)
 
 

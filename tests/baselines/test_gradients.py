@@ -1,5 +1,7 @@
 """The engine: per-example gradients, inner products and projections equal those by autograd for single examples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Projection
 from grasp.baselines.gradients.sums import EachGradient
-from grasp.baselines.gradients.whole import UnitGradients, inner_products, numbers_per_unit
+from grasp.baselines.gradients.whole import UnitGradients, inner_products, unit_groups
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
@@ -253,14 +255,15 @@ def test_norms_by_pairs_and_by_matrices_agree():
         torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
 
 
-def test_a_separate_head_is_stored_as_factors_unless_it_is_needed_whole():
-    blocks = engine_of("llama").layers.blocks
-    (head,) = [block for block in blocks if block.head]
-    whole = sum(block.size for block in blocks)
-    assert numbers_per_unit(blocks, units(), whole=True) == whole
-    assert numbers_per_unit(blocks, units(), whole=False) == whole - head.size + 2 * (head.left + head.right)
-    tied = engine_of("llama-tied").layers.blocks
-    assert numbers_per_unit(tied, units(), whole=False) == sum(block.size for block in tied)
+def test_a_separate_head_is_stored_as_factors_if_whole_gradients_do_not_fit():
+    head = Block("head", ("linear",), 5000, 200, True, False, ("head.weight",), head=True)
+    examples = units() * 10  # of two labels in the mean
+    assert unit_groups([head], examples, 160) == ([slice(0, 40)], True)
+    assert unit_groups([head], examples, 16) == ([slice(0, 40)], False)
+    groups, whole = unit_groups([head], examples, 16, whole=True)
+    assert (len(groups), whole) == (10, True)
+    tied = replace(head, kinds=("embedding", "linear"))
+    assert len(unit_groups([tied], examples, 16)[0]) == 10
 
 
 # ------------------------------------------------------------------------------------------- layers

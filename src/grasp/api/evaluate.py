@@ -16,7 +16,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import AlignedRuns, MethodInputs
-from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
+from grasp.methods.registry import ConfiguredMethod, configure_methods, method_predictions
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -74,7 +74,11 @@ def evaluate(
             artifact), or utilities are incomplete.
     """
     bound_runs = bind_runs(art.files, runs)
-    published = load_methods(methods, method_settings, checkpoints=checkpoints)
+    published = configure_methods(methods, method_settings)
+    if checkpoints and not any("checkpoints" in entry.method.requires for entry in published):
+        raise SettingsError(
+            "checkpoints: no effect without a method that uses them; pass one with --methods, or omit it"
+        )
     published += configure_methods(None, _oracle_settings(oracles, bound_runs))
     built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}

@@ -38,12 +38,10 @@ STOP_WORDS = frozenset(
         "now of off on once one only or other our ours ourselves out over own per re same shall she should shouldn "
         "since so some such than that the their theirs them themselves then there these they this those through to "
         "too under until up upon us ve very was wasn we were weren whether while will with within without won "
-        "would wouldn yes yet you your yours yourself yourselves"
+        "would wouldn yes yet you your yours yourself yourselves "
+        # question words and parts of a prompt template: `Question: ... Answer:` occurs in nearly every unit
+        "what which who whom whose when where why how question questions answer answers"
     )
-)
-# Question words and parts of a prompt template: `Question: ... Answer:` occurs in nearly every unit.
-QUESTION_WORDS = frozenset(
-    WORD.findall("what which who whom whose when where why how question questions answer answers")
 )
 COVERS = ("text of the rows, decoded from their tokens", "units' prompts and completions")
 FILLER = 0  # id of every word that occurs in no query: it counts towards the row's length only
@@ -123,7 +121,7 @@ def words(text: str) -> list[str]:
     tokens: list[str] = []
     for run in WORD.findall(normalize("NFC", text.lower())):
         tokens += [run] if run.isascii() else _split_run(run)
-    return [word for word in tokens if word not in STOP_WORDS and word not in QUESTION_WORDS]
+    return [word for word in tokens if word not in STOP_WORDS]
 
 
 def _split_run(run: str) -> list[str]:

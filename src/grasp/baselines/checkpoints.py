@@ -96,13 +96,9 @@ class Checkpoint:
         """Return Adam's (exp_avg, exp_avg_sq) by Hugging Face parameter name, float32 on the CPU.
 
         Raises:
-            ModelError: there are none (see `has_moments`), or one is missing.
+            ModelError: they are not those of named parameters.
         """
-        if not self.has_moments:
-            raise ModelError(
-                f"{self.path}: no Adam moments: expected {OPTIMIZER} next to {RECORD} or {TRAINER_STATE}; use the "
-                "variant of the method without moments, or save them in training"
-            )
+        assert self.has_moments
         try:
             state = load_file(self.path / OPTIMIZER)
             names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
@@ -165,7 +161,7 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
 def _read_checkpoint(path: Path) -> Checkpoint:
     step, rate = None, None
     if (path / RECORD).is_file():
-        recipe, step = _read_recipe(path / RECORD)
+        recipe, step = read_recipe(path / RECORD)
         rate = recipe.learning_rate_at(step - 1)
     elif (path / TRAINER_STATE).is_file():
         step, rate = _read_trainer_state(path / TRAINER_STATE)
@@ -174,7 +170,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, step, rate)
 
 
-def _read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
+def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
     """Return the recipe and the step of the record of a training run."""
     record = _read_record(path)
     try:

@@ -94,7 +94,7 @@ class DataInf(BlockMethod[DataInfSettings]):
             f"{len(fisher)} Fisher rows, damping {settings.damping:g}",
         )
         if settings.dimension is None:
-            units = UnitGradients.collect(engine, unit_group, whole=True)
+            units = UnitGradients.collect(engine, unit_group)
             precondition(units, fisher, settings.damping)
             account = Account(0, covers, (exact_note(len(groups)), fisher_note))
             return exact_scorer(inputs, units, groups[part], account)
@@ -118,7 +118,7 @@ class DataInf(BlockMethod[DataInfSettings]):
         if self.settings.dimension is not None:
             return [slice(0, inputs.n_units)]
         blocks = choose_layers(inputs.model, self.settings.layers).blocks
-        return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=True, copies=2)
+        return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=True, copies=2)[0]
 
 
 def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.0) -> F64:

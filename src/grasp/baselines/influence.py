@@ -91,10 +91,10 @@ class Influence(BlockMethod[InfluenceSettings]):
     requires = frozenset({"tokens", "model", "checkpoints"})
 
     def parts(self, inputs: MethodInputs) -> int:
-        return len(self._groups(inputs))
+        return len(self._groups(inputs)[0])
 
     def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
-        settings, groups = self.settings, self._groups(inputs)
+        settings, (groups, whole) = self.settings, self._groups(inputs)
         engine = open_engine(inputs, training_checkpoints(inputs)[-1], settings.layers)
         is_ekfac = settings.curvature == "ekfac"
         rows = sampled_rows(inputs, settings.fisher_rows, self.seed, "fisher")
@@ -128,7 +128,7 @@ class Influence(BlockMethod[InfluenceSettings]):
             [torch.from_numpy(arrays[f"{side}-{k}"]).to(engine.model.device) for k in range(len(engine.layers.blocks))]
             for side in ("left", "right", "values" if is_ekfac else "right")
         )
-        units = UnitGradients.collect(engine, unit_examples(inputs)[groups[part]], whole=is_ekfac)
+        units = UnitGradients.collect(engine, unit_examples(inputs)[groups[part]], whole=whole)
         if is_ekfac:
             bases = [Basis(a if len(a) else None, b) for a, b in zip(left, right, strict=True)]
             apply_ekfac(units, bases, values, settings.damping)
@@ -144,8 +144,8 @@ class Influence(BlockMethod[InfluenceSettings]):
         account = Account(covers=(describe_layers(engine.layers),), notes=tuple(notes))
         return exact_scorer(inputs, units, groups[part], account)
 
-    def _groups(self, inputs: MethodInputs) -> list[slice]:
-        """Return the groups of units that are scored in one pass over the rows."""
+    def _groups(self, inputs: MethodInputs) -> tuple[list[slice], bool]:
+        """Return the groups of units that are scored in one pass over the rows, see `unit_groups`."""
         blocks, is_ekfac = choose_layers(inputs.model, self.settings.layers).blocks, self.settings.curvature == "ekfac"
         if not is_ekfac:
             check_untied(blocks)

@@ -9,7 +9,7 @@ Shape letters: N rows, P rows of the prefix, B rows of a batch, C columns of val
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,7 +22,7 @@ from grasp.arrays import F64, I64
 from grasp.baselines.gradients.layers import describe_layers
 from grasp.baselines.gradients.method_settings import Patterns
 from grasp.baselines.gradients.scorers import unit_examples
-from grasp.baselines.replay import Replay, check_finite
+from grasp.baselines.replay import Replay
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.errors import ModelError
 from grasp.files import atomic_path
@@ -154,7 +154,7 @@ class _ReplayPlan:
     validation: list[Example]  # the units in the validation losses
     weight_CE: F64  # weight of each of these units in each loss
     column_E: I64 | None  # column of each of the artifact's units; None: a single column for all
-    n_excluded: int = field(default=0)  # units outside the validation loss
+    n_excluded: int  # units outside the validation loss
 
     @classmethod
     def from_settings(cls, settings: InRunSettings, seed: int, inputs: MethodInputs) -> Self:
@@ -215,22 +215,16 @@ def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directo
     values = np.load(directory / VALUES, mmap_mode="r+")
     last_saved = time.monotonic()
     for row_index_B, rows in plan.batches(inputs, replay.step):
-        values[row_index_B] = _advance(replay, row_index_B, rows)
+        where = f"replay: step {replay.step}, among rows {row_index_B.min()} to {row_index_B.max()}"
+        try:
+            value_BC = replay.advance(rows)
+        except ModelError as err:
+            raise ModelError(f"{where}: {err}; lower learning_rate") from err
+        if not np.isfinite(value_BC).all():
+            raise ModelError(f"{where}: a value is not finite; lower learning_rate, or remove the row")
+        values[row_index_B] = value_BC
         if replay.step * plan.batch_rows >= plan.n_prefix or time.monotonic() - last_saved >= SAVE_SECONDS:
             values.flush()
             replay.save(state)
             last_saved = time.monotonic()
         inputs.progress.advance(len(rows), sum(row.labels for row in rows))
-
-
-def _advance(replay: Replay, row_index_B: I64, rows: list[Example]) -> F64:
-    """Value and train on one batch; an error names the step and the rows."""
-    step = replay.step
-    try:
-        value_BC = replay.advance(rows)
-    except ModelError as err:
-        raise ModelError(
-            f"replay: step {step}, among rows {row_index_B.min()} to {row_index_B.max()}: {err}; lower learning_rate"
-        ) from err
-    check_finite(value_BC, row_index_B, step)
-    return value_BC

@@ -3,7 +3,6 @@
 Start with `Less`. If checkpoints have no Adam moments, the row's gradient takes the place of its update.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -11,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.checkpoints import Checkpoint, read_recipe
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.baselines.gradients.method_settings import WeightedSettings
 from grasp.baselines.gradients.scorers import select_checkpoints
@@ -118,8 +117,6 @@ def read_betas(checkpoint: Checkpoint) -> tuple[float, float]:
         ModelError: they are not recorded.
     """
     path = checkpoint.path / RECORD
-    try:
-        first, second = json.loads(path.read_text(encoding="utf-8"))["identity"]["recipe"]["betas"]
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas") from err
-    return float(first), float(second)
+    if not path.is_file():
+        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas")
+    return read_recipe(path)[0].betas

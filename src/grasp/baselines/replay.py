@@ -35,10 +35,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.sums import Matrices, WeightedSums, map_blocks, total_norm
-from grasp.errors import ModelError
 from grasp.files import atomic_path
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
@@ -156,17 +155,3 @@ class Replay:
                     **{moment: file.get_tensor(f"{moment}.{k}") for moment in ("exp_avg", "exp_avg_sq")},
                 }
         self._parameters.write(self._weights)
-
-
-def check_finite(value_BC: F64, row_index_B: I64, step: int) -> None:
-    """Check that all values are finite.
-
-    Raises:
-        ModelError: a value is not finite; the message names step and row.
-    """
-    bad = np.argwhere(~np.isfinite(value_BC))
-    if len(bad):
-        raise ModelError(
-            f"replay: step {step}: value of row {row_index_B[bad[0, 0]]} is {value_BC[tuple(bad[0])]}, expected a "
-            "finite number; lower learning_rate, or remove the row"
-        )

@@ -280,19 +280,15 @@ class _Run:
         bad = np.argwhere(~(np.abs(block) <= np.finfo(self._method.dtype).max))
         if len(bad):
             row, column = bad[0]
+            dtype, advice = self._inputs.settings.model.dtype, "check the row, the unit and the settings of the method"
+            if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
+                advice = f"the model is in {dtype}, build with model.dtype: float32"
             unit = self._inputs.units.units[column].unit_id if block.shape[1] > 1 else "any"
             raise ModelError(
                 f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
-                f"this block), expected a finite {self._method.dtype} number; {self._advice()}"
+                f"this block), expected a finite {self._method.dtype} number; {advice}"
             )
         return block.astype(np.float32, copy=False)
-
-    def _advice(self) -> str:
-        """Return a hint for a score that is not finite."""
-        dtype = self._inputs.settings.model.dtype
-        if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
-            return f"the model is in {dtype}, build with model.dtype: float32"
-        return "check the row, the unit and the settings of the method"
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

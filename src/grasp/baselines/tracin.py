@@ -55,12 +55,13 @@ class CosineMethod(BlockMethod[W]):
         raise NotImplementedError
 
     def parts(self, inputs: MethodInputs) -> int:
-        return len(select_checkpoints(inputs, self.settings.checkpoints)) * len(self._groups(inputs))
+        return len(select_checkpoints(inputs, self.settings.checkpoints)) * len(self._groups(inputs)[0])
 
     def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work
         settings, normalise, uses_update = self.settings, self.normalise, self.uses_update(inputs)
-        checkpoints, groups = select_checkpoints(inputs, settings.checkpoints), self._groups(inputs)
+        checkpoints = select_checkpoints(inputs, settings.checkpoints)
+        groups, whole = self._groups(inputs)
         group = groups[part % len(groups)]
         checkpoint = checkpoints[part // len(groups)]
         weights, notes = checkpoint_weights(checkpoints, settings.weights)
@@ -87,16 +88,16 @@ class CosineMethod(BlockMethod[W]):
             return feature_scorer(
                 inputs, replace(featurizer, transform=transform), unit_EK, account, normalise=normalise
             )
-        units = UnitGradients.collect(engine, unit_group, whole=uses_update)
+        units = UnitGradients.collect(engine, unit_group, whole=whole)
         weight_E = np.full(len(unit_group), weight)
         if normalise:
             weight_E /= gradient_norms(units.squared_norms(), "unit", group.start)
         return exact_scorer(inputs, units, group, account, weight_E=weight_E, normalise=normalise, transform=transform)
 
-    def _groups(self, inputs: MethodInputs) -> list[slice]:
-        """Return the groups of units that are scored in one pass over the rows."""
+    def _groups(self, inputs: MethodInputs) -> tuple[list[slice], bool]:
+        """Return the groups of units that are scored in one pass over the rows, see `unit_groups`."""
         if self.settings.dimension is not None:
-            return [slice(0, inputs.n_units)]
+            return [slice(0, inputs.n_units)], True
         blocks, whole = choose_layers(inputs.model, self.settings.layers).blocks, self.uses_update(inputs)
         return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=whole)
 

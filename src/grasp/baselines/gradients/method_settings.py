@@ -41,17 +41,12 @@ class LayerSettings(Settings):
     )
 
 
-class CheckpointSettings(LayerSettings):
-    """Checkpoints that scores are summed over."""
+class ProjectedSettings(LayerSettings):
+    """Checkpoints that scores are summed over, and the random projection of gradients."""
 
     checkpoints: Literal["all", "last"] = Field(
         "all", description="all: every available checkpoint, see --checkpoints; last: only the last. Paper: five."
     )
-
-
-class ProjectedSettings(CheckpointSettings):
-    """Random projection of gradients."""
-
     dimension: int | None = Field(
         128,
         ge=1,

@@ -1,8 +1,8 @@
 """Whole gradients of examples, formed a few rows at a time, and their inner products with those of units.
 
-Start with `run_whole`, then `UnitGradients.collect` and `inner_products`. The gradients of units are matrices. Those of
-an output layer, which may have a hundred million numbers each, are the factors of the units' S labelled positions
-instead, unless a method needs them whole: sum_{t,s} <l_t, l_s> <r_t, r_s>. Both are exact.
+Start with `run_whole`, then `UnitGradients.collect` and `inner_products`. The gradients of units are matrices. If they
+do not fit in memory, those of an output layer, which may have a hundred million numbers each, are the factors of the
+units' S labelled positions: sum_{t,s} <l_t, l_s> <r_t, r_s>. Both are exact. A method may need whole gradients.
 
 Shape letters: B examples of a batch, b a few of them, T positions of a row, N rows, E units, S positions of all units,
 X left width, Y right width.
@@ -65,8 +65,8 @@ def run_whole(
     result = engine.run(examples, consume, output, uniforms)
     for number, uses in pending.items():  # split at the boundaries of all uses, so that each piece has every use
         for begin, end in pairwise(sorted({edge for _, rows in uses for edge in (rows.start, rows.stop)})):
-            within = [(use, rows.start) for use, rows in uses if rows.start <= begin and end <= rows.stop]
-            form(number, [select_examples(use, begin - at, end - at) for use, at in within], slice(begin, end))
+            present = [(use, rows.start) for use, rows in uses if rows.start <= begin and end <= rows.stop]
+            form(number, [select_examples(use, begin - at, end - at) for use, at in present], slice(begin, end))
     return result
 
 
@@ -104,8 +104,8 @@ class UnitGradients:
     n_units: int
 
     @classmethod
-    def collect(cls, engine: PerExample, units: Sequence[Example], *, whole: bool = False) -> Self:
-        """Compute the gradients of units; `whole`: those of an output layer are matrices too."""
+    def collect(cls, engine: PerExample, units: Sequence[Example], *, whole: bool = True) -> Self:
+        """Compute the gradients of units; unless `whole`, those of a separate output layer are factors."""
         device = engine.model.device
         by_factors = [not whole and is_separate_head(block) for block in engine.layers.blocks]
         matrices = [
@@ -178,22 +178,24 @@ def inner_products(
     return product_NE, square_N
 
 
-def numbers_per_unit(blocks: Sequence[Block], units: Sequence[Example], *, whole: bool) -> int:
-    """Return how many numbers the gradient of a unit takes in `UnitGradients`, by the mean number of labels."""
-    labels = -(-sum(unit.labels for unit in units) // len(units))
-    factors = [not whole and is_separate_head(block) for block in blocks]
-    return sum(labels * (b.left + b.right) if head else b.size for b, head in zip(blocks, factors, strict=True))
-
-
 def unit_groups(
     blocks: Sequence[Block], units: Sequence[Example], memory_mb: int, *, whole: bool = False, copies: int = 1
-) -> list[slice]:
-    """Return groups of units whose gradients fit in memory together; each takes a pass over the rows.
+) -> tuple[list[slice], bool]:
+    """Return groups of units whose gradients fit in memory together, and whether all of the gradients are whole.
+
+    Each group takes a pass over the rows. The output layer has factors if whole gradients take several passes.
 
     Args:
         memory_mb: memory in MB.
-        whole: as for `UnitGradients.collect`.
+        whole: require whole gradients.
         copies: number of copies of the gradients in memory at once.
     """
-    fit = max(1, (memory_mb << 20) // (4 * copies * numbers_per_unit(blocks, units, whole=whole)))
-    return [slice(e, min(e + fit, len(units))) for e in range(0, len(units), fit)]
+    labels = -(-sum(unit.labels for unit in units) // len(units))  # of a unit, in the mean
+    for is_whole in (True, False):
+        factors = [not is_whole and is_separate_head(block) for block in blocks]
+        numbers = sum(labels * (b.left + b.right) if head else b.size for b, head in zip(blocks, factors, strict=True))
+        fit = max(1, (memory_mb << 20) // (4 * copies * numbers))
+        groups = [slice(e, min(e + fit, len(units))) for e in range(0, len(units), fit)]
+        if whole or len(groups) == 1:
+            break
+    return groups, is_whole
