@@ -139,14 +139,7 @@ def layers_of(model: ReferenceModel, parameter_names: Iterable[str]) -> LayerSet
 def _block(
     names: tuple[str, ...], users: Sequence[tuple[str, nn.Module]], roles: Mapping[str, str], *, is_head: bool
 ) -> Block:
-    """Return the block of parameters that are used by the same modules.
-
-    Args:
-        names: canonical names of the parameters.
-        users: name and module of each use.
-        roles: names of the parameters within the first of these modules, e.g. weight.
-        is_head: whether the module is the output layer.
-    """
+    """Return the block of parameters that are used by the same modules; `roles` are their names in the first one."""
     name, module = users[0]
     kinds: tuple[Kind, ...] = tuple(
         "linear"
@@ -353,8 +346,6 @@ class PerExample:
         consume: Consumer,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean losses, means of 1 - p of the label, and the gradient with respect to hidden states.
-
-        The batch is processed in chunks of bounded size of the logits.
 
         In bfloat16 and float16 the gradient is that of the sum over labels, since the mean over thousands of labels
         would underflow or lose digits; the hooks multiply by the scale in float32.

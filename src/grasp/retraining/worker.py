@@ -157,20 +157,18 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     retrained, steps = worker.retrained, worker.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(retrained)
-    first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
-    cost_reported = words is not None
+    times: list[float] = []  # ends of the first steps, the first of which includes one-time costs
 
     def step_done(step: int, run: Run, left: int) -> None:
-        nonlocal first_step, cost_reported
         progress(clock.status(left, run.stem, step, steps))
-        if cost_reported or (first_step is not None and first_step[0] < step < min(first_step[0] + TIMED_STEPS, steps)):
+        if words is not None or len(times) > min(TIMED_STEPS, steps - 1):
             return
         if torch.device(worker.device).type == "cuda":
             torch.cuda.synchronize()  # kernels are asynchronous
-        if first_step is None or step <= first_step[0]:
-            first_step = step, time.perf_counter()  # the first step includes one-time costs
+        times.append(time.perf_counter())
+        if len(times) < 2 or len(times) <= min(TIMED_STEPS, steps - 1):
             return
-        run_seconds = steps * (time.perf_counter() - first_step[1]) / (step - first_step[0])
+        run_seconds = steps * (times[-1] - times[0]) / (len(times) - 1)
         workers = settings.workers or 1
         with_workers = "" if workers == 1 else f" with {workers} workers"
         cost = (
@@ -178,7 +176,6 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume"
         )
         progress(RetrainStatus("cost", note=cost))
-        cost_reported = True
 
     while pending := retrained.untried():
         claim = retrained.claim(ttl=settings.lease_seconds)

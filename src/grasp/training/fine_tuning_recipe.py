@@ -124,11 +124,7 @@ class FineTuningRecipe(Settings):
         return math.ceil(self.num_train_epochs * math.ceil(self._epoch_rows(n_rows) / self.batch_rows))
 
     def _epoch_rows(self, n_rows: int) -> int:
-        """Return the number of rows of an epoch, of `n_rows` rows.
-
-        Raises:
-            SettingsError: no row is left, because incomplete forward passes are left out.
-        """
+        """Return the number of rows of an epoch, without those of incomplete forward passes that are left out."""
         left_out = n_rows % self.per_device_train_batch_size if self.dataloader_drop_last else 0
         if left_out == n_rows:
             raise SettingsError(

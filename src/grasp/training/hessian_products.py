@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.training.adamw import AdamWTraining, LabelLogits
+from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
 
 Curvature = Literal["one-sided", "difference", "gauss-newton"]
@@ -119,15 +119,11 @@ def _gauss_newton(
         for (ids, weight), slope_PV in zip(micro_batches, slopes, strict=True):
             with torch.enable_grad():
                 outputs = training.label_logits(ids, weight)
-                torch.autograd.backward(outputs.logits_PV, _loss_hessian(outputs, slope_PV))
+                # the Hessian of the loss with respect to the logits is w (diag(p) - p p^T) at each position
+                p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
+                weighted_PV = p_PV * slope_PV
+                hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
+                torch.autograd.backward(outputs.logits_PV, hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
     return product, np.concatenate(along_of_batches)
-
-
-def _loss_hessian(outputs: LabelLogits, slope_PV: Tensor | float) -> Tensor:
-    """Multiply the Hessian of the loss with respect to the logits: ``w (diag(p) - p p^T) z`` at each position."""
-    p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
-    weighted_PV = p_PV * slope_PV
-    hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
-    return hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype)

@@ -307,7 +307,18 @@ class _Replay:
                 if progress is not None:
                     progress(step.step)
             self._store_progress(segment)
-        return self._result()
+        results, order = self.results, self.trajectory.order
+        order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
+        for k, index_B in enumerate(order):
+            order_KB[k, : len(index_B)] = index_B
+        return Metagradient(
+            order_KB,
+            results["drawn"],
+            np.array(self.settings.probe_steps, dtype=np.int64),
+            results["probe"],
+            results["utility"],
+            results["adjoint_norm"],
+        )
 
     def _begin(self) -> None:
         """Differentiate the utilities at the end of training, and determine the root from the first gradient."""
@@ -335,15 +346,22 @@ class _Replay:
                 directions.append(direction)
             del direction  # of a large model, one more direction in memory counts
         if is_probe_step:
-            value_NT = self._differentiate_rows(directions)
+            differentiate = partial(
+                row_derivatives,
+                self.training,
+                self.rows,
+                directions,
+                relative_step=self.settings.relative_step,
+                batch_tokens=self.settings.batch_tokens,
+            )
+            try:
+                value_NT = differentiate(cheaper_method(len(directions))[0])
+            except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
+                value_NT = differentiate("difference")
             self.results["probe"][self.settings.probe_steps.index(step.step)] = value_NT / step.batch.n_labels
 
     def _back_target(self, t: int, step: Step) -> list[Tensor]:
-        """Backpropagate through one step for one target; return the derivative by the gradient of the batch.
-
-        Raises:
-            ModelError: the derivative is not finite.
-        """
+        """Backpropagate through one step for one target; return the derivative by the gradient of the batch."""
         settings, training, results = self.settings, self.training, self.results
         adjoint, batch, k = self.adjoints[t], step.batch, step.step
         direction = through_update(
@@ -376,21 +394,6 @@ class _Replay:
             )
         return direction
 
-    def _differentiate_rows(self, directions: list[Sequence[Tensor]]) -> F64:
-        """Return the derivatives of all rows along the directions of the targets, (N, T); see `row_derivatives`."""
-        differentiate = partial(
-            row_derivatives,
-            self.training,
-            self.rows,
-            directions,
-            relative_step=self.settings.relative_step,
-            batch_tokens=self.settings.batch_tokens,
-        )
-        try:
-            return differentiate(cheaper_method(len(directions))[0])
-        except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
-            return differentiate("difference")
-
     # --------------------------------------------------------------------------------------------------------- storage
 
     def _store_progress(self, segment: tuple[int, int]) -> None:
@@ -418,20 +421,6 @@ class _Replay:
                 for field in fields(Adjoint)
             ]
             self.adjoints.append(Adjoint(*derivatives))
-
-    def _result(self) -> Metagradient:
-        results, order = self.results, self.trajectory.order
-        order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
-        for k, index_B in enumerate(order):
-            order_KB[k, : len(index_B)] = index_B
-        return Metagradient(
-            order_KB,
-            results["drawn"],
-            np.array(self.settings.probe_steps, dtype=np.int64),
-            results["probe"],
-            results["utility"],
-            results["adjoint_norm"],
-        )
 
 
 def _progress_name(segment: tuple[int, int]) -> str:

@@ -109,13 +109,6 @@ class TrajectorySize:
             segment_bytes=(len(STATE) + 1) * parameter_bytes * segment_steps,
         )
 
-    def __str__(self) -> str:
-        segments = math.ceil(self.steps / self.segment_steps)
-        return (
-            f"{self.steps} steps of {self.parameters:,} parameters: {segments} segments of {self.segment_steps} steps, "
-            f"states {self.start_bytes / 1e9:.2f} GB, one segment {self.segment_bytes / 1e9:.2f} GB"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -204,8 +197,8 @@ class Trajectory:
         """
         first = max(bound for bound in self.segment_bounds if _state_name(bound) in self._segment_states)
         losses = self.restore(first)
-        for _, loss_B in self._run_steps(first, self.segment_bounds[-1]):
-            losses.append(float(loss_B.sum()))
+        for batch in self.batches(first, self.segment_bounds[-1]):
+            losses.append(float(self.training.backward(batch.ids_BL, batch.weight_BL).sum()))
             self.training.check_loss(losses[-1])
             self.training.update()
             if self.training.step in self.segment_bounds:
@@ -213,11 +206,6 @@ class Trajectory:
             if progress is not None:
                 progress(self.training.step)
         return np.array(losses)
-
-    def _run_steps(self, first: int, last: int) -> Iterator[tuple[TokenBatch, F64]]:
-        """Yield the batches of some steps with the losses of their rows; the caller updates between steps."""
-        for batch in self.batches(first, last):
-            yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
 
     def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[TokenBatch]:
         """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
@@ -273,44 +261,39 @@ class Trajectory:
         Raises:
             ModelError: a recomputed loss differs from the recorded one, e.g. because of dropout.
         """
-        first, last = segment
-        forward_losses = self._segment_states.get(_state_name(last))["losses"].tolist()
+        (first, last), training = segment, self.training
+        end = self._segment_states.get(_state_name(last))
+        forward_losses = end["losses"].tolist()
         self.restore(first)
         batches: list[tuple[TokenBatch, F64]] = []
-        for batch, loss_B in self._run_steps(first, last):
-            step, training = self.training.step, self.training
+        for batch in self.batches(first, last):
+            step, loss_B = training.step, training.backward(batch.ids_BL, batch.weight_BL)
             loss = float(loss_B.sum())
             if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
                 raise ModelError(
                     f"trajectory: step {step} had loss {forward_losses[step]:.6f}, and {loss:.6f} when it was computed "
                     "again; the model is not deterministic, disable dropout"
                 )
-            before_update = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
-            before_update |= {f"{k}.weight": weight for k, weight in enumerate(training.parameters)}
-            self._step_states.put(_before(step), before_update)
+            gradients = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
+            self._step_states.put(_step_name(step), training.state() | gradients)
             training.update()
-            moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
-            self._step_states.put(_after(step), moments)
             batches.append((batch, loss_B))
-        self.training.optimizer.state.clear()  # free the moments; those of each step are stored
-        count, device = len(self.training.parameters), self.training.device
+        training.optimizer.state.clear()  # free the moments; those of each step are stored
+        count, device = len(training.parameters), training.device
         for step in reversed(range(first, last)):
-            before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
-            self.training.set_weights(ParameterTensors(before, "weight", count, device))
+            before = self._step_states.get(_step_name(step))
+            after = end if step + 1 == last else self._step_states.get(_step_name(step + 1))
+            training.set_weights(ParameterTensors(before, "weight", count, device))
             moments_after = [ParameterTensors(after, moment, count, device) for moment in STATE[1:]]
             gradient = ParameterTensors(before, "gradient", count, device)
             yield Step(step, *batches[step - first], gradient, *moments_after)
-            self._step_states.drop(_before(step))
-            self._step_states.drop(_after(step))
+            self._step_states.drop(_step_name(step + 1))
+        self._step_states.drop(_step_name(first))
 
 
 def _state_name(step: int) -> str:
     return f"state-{step:06d}"
 
 
-def _before(step: int) -> str:
-    return f"step-{step:06d}-before"
-
-
-def _after(step: int) -> str:
-    return f"step-{step:06d}-after"
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}"
