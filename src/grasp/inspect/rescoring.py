@@ -215,7 +215,7 @@ def rank_by_two_samples(
         ArtifactError: the scoring rule has a kernel that is not supported, the corpus has a single row, or scores are
             constant.
     """
-    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+    resolved = protocol.resolved_for(artifact)
     kernels = kernel_weights(resolved)
     settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
     if REPLAY in kernels or artifact.reader is not None or counts_rows(settings):

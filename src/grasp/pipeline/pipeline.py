@@ -28,7 +28,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
+from grasp.kernel_table import BuiltRule
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -386,6 +387,8 @@ def finish_artifact(
     # that both can be moved together.
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
+    ranking = [name for name in inputs.settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
     writer.finish(
         manifest=manifest,
         moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
