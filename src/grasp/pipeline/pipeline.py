@@ -26,7 +26,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -343,6 +343,7 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
+    sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     feature_files = ArrayFiles(out / FEATURES) if settings.keep_features else None
     read_cached = None if batch_cache is None else batch_cache.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
@@ -351,7 +352,7 @@ def write_shards(
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
-        sums = column_sums(shard.arrays)
+        sums = {f"{name}.square": (shard.arrays[name].astype(np.float64) ** 2).sum(axis=0) for name in sketches}
         if "relevance_gradient" in shard.arrays:
             no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
             sums[NO_GRADIENT_COUNT] = np.array([no_gradient_N.sum()], dtype=np.float64)
@@ -433,16 +434,6 @@ def scored_shards(
         progress.stage("rows scored", rows=n_rows, tokens=n_tokens)
     chunks = ((k, store.shard(k)) for k in shards)
     yield from workers.run(score_shard, chunks, progress.advance, kernels=kernels, keep_features=keep_features)
-
-
-def column_sums(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
-    """Return the sum and the sum of squares of every column of every array, as `NAME.total` and `NAME.square`."""
-    sums: dict[str, NDArray[np.float64]] = {}
-    for name, array in arrays.items():
-        array_f64 = array.astype(np.float64)
-        sums[f"{name}.total"] = array_f64.sum(axis=0)
-        sums[f"{name}.square"] = (array_f64**2).sum(axis=0)
-    return sums
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
