@@ -568,11 +568,11 @@ def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     assert_mentions(subset_notes.lines, "questions: 4 ", " 6 of facts")
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
-    unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
+    unnamed = [{"text": line["text"], "topic": line["topic"]} for line in lines]
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
     build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=unnamed_notes)
-    assert_mentions(unnamed_notes.lines[0], "--id-column url")
+    assert unnamed_notes.lines[0].endswith("row names are generated from content and position")
 
 
 def test_progress_counts_rows_per_batch_and_not_per_shard(root, tmp_path):
