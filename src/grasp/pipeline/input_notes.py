@@ -24,16 +24,7 @@ def note_inputs(
     context: int | None,
     progress: Progress,
 ) -> None:
-    """Note how corpus and questions were read: columns, labels, rows and tokens, and what was skipped.
-
-    Args:
-        corpus: the corpus.
-        store: its rows.
-        unit_set: units of all targets.
-        tokenizer: tokenizer of the model.
-        context: context length of the model; None if it has no limit.
-        progress: receives the notes.
-    """
+    """Note how corpus and questions were read: columns, labels, rows and tokens, and what was skipped."""
     roles = store.details["columns"]
     columns = ", ".join(f"{COLUMN_ROLES.get(role, role)} from {column!r}" for role, column in roles.items())
     if not {"row_id", "doc_id"} & roles.keys():

@@ -168,8 +168,6 @@ class QuestionIndex:
         `hits` are visited, each once.
 
         Args:
-            question: words of the question.
-            words: words of the text.
             hits: positions of indexed n-grams of the question in the text, ascending.
         """
         min_length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)

@@ -166,7 +166,6 @@ class ModelPass:
         """Run the model on rows or units in batches.
 
         Args:
-            items: rows or units.
             position_specs: positions whose features are extracted, such as `all` or `tail:32`.
         Yields:
             Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
@@ -196,11 +195,6 @@ class ModelPass:
         """Build a batch from the features of a pass.
 
         `features` has one or two sets of positions: kernels read the first; summaries, if any, the second.
-
-        Args:
-            features: features of rows or units.
-            names: their names, for messages.
-            noun: `row` or `unit`, for messages.
         """
         refuse_non_finite(features, names, noun)
         n_rows = len(names)
@@ -220,7 +214,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
 
     Args:
         parts: batches, each with the row number that each of its rows has in the merged batch.
-        n_rows: number of rows of the merged batch.
     """
     batches = [batch for _, batch in parts]
     loss_B = batches[0].loss_B.new_zeros(n_rows)
@@ -258,9 +251,6 @@ def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
 def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
     """Run a batch; if the GPU runs out of memory, run its halves, recursively.
 
-    Args:
-        index: indices of the rows of the batch.
-        run: computes the outcome of some rows.
     Raises:
         ModelError: the memory does not suffice for one row.
     """
@@ -461,11 +451,8 @@ def compute_moments(
     """Run the model on rows of the sample, and return their moments for all kernels.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the sample.
         states_every: store every `states_every`-th hidden state.
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     corpus = CorpusMoments(model_pass.model, states_every)
     kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
@@ -491,12 +478,7 @@ def score_shard(
     """Run the model on the rows of a shard, and score each batch by every kernel.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the shard.
-        kernels: prepared kernels.
-        keep_features: also return the features, as an artifact stores them.
         cached_batches: batches of these rows from `batch_arrays`, used instead of running the model.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}

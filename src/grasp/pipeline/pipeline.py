@@ -142,12 +142,7 @@ class Sample:
 
     @classmethod
     def draw(cls, loss_counts_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
-        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows.
-
-        Args:
-            loss_counts_N: number of positions of each row that carry loss.
-            settings: size and seed of the sample, and the kernels.
-        """
+        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
         order_N = stream(settings.seed, "moments", "token").permutation(len(loss_counts_N))
         total_N = np.cumsum(loss_counts_N[order_N])  # positions of the first rows of the order
         n_rows = int(np.searchsorted(total_N, settings.sample_positions, side="left")) + 1
@@ -166,12 +161,7 @@ def estimate_moments(
     are copied from another artifact instead of being estimated, so that both artifacts can be merged.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        work: directory of intermediate files.
-        progress: receives stages, notes and numbers of rows.
         may_cache: cache the batches, if loop 1 reads every row and its features fit in `features.max_cache_mb`.
-        must_be_trained: refuse a language model that predicts the sample no better than chance.
     """
     settings, store, model = inputs.settings, inputs.store, inputs.model
     sample = Sample.draw(store.loss_counts(), settings.features)
@@ -228,12 +218,7 @@ def accumulate_moments(
     depend on the number of workers.
 
     Args:
-        inputs: model and rows.
-        workers: run the model.
-        sample: rows from which the moments are estimated.
-        corpus: moments of all kernels.
         batch_cache: receives the batches; the chunks are then the shards. None: batches are not stored.
-        progress: receives stages and numbers of rows.
         must_be_trained: refuse a language model by its loss on the first chunk.
     """
     store = inputs.store
@@ -327,12 +312,7 @@ def write_shards(
     """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        out: directory of the artifact.
         batch_cache: batches of loop 1; None: run the model.
-        progress: receives stages, notes and numbers of rows.
     """
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
@@ -372,9 +352,6 @@ def finish_artifact(
     """Write units, moments and the manifest, which complete the artifact.
 
     Args:
-        inputs: model, rows and units.
-        kernels: prepared kernels.
-        writer: writer of the artifact, with all shards.
         start_times: times at which the build began; None if it was interrupted since.
     """
     sums = writer.sums()
@@ -410,12 +387,7 @@ def scored_shards(
     """Yield the scores of shards, as they finish, each with its number.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        shards: numbers of the shards to score.
         read_cached: returns the stored batches of a shard; None: run the model.
-        progress: receives stages and numbers of rows.
     """
     store, keep_features = inputs.store, inputs.settings.keep_features
     n_rows = round(store.n_rows * len(shards) / store.n_shards)
