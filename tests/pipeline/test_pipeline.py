@@ -572,7 +572,7 @@ def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
     build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=unnamed_notes)
-    assert unnamed_notes.lines[0].endswith("row names are generated from content and position")
+    assert "row names are generated from content and position" in unnamed_notes.lines
 
 
 def test_progress_counts_rows_per_batch_and_not_per_shard(root, tmp_path):

@@ -89,7 +89,7 @@ def preview_corpus(
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     records = _summarize(opened.documents(0))
-    notes = [*opened.notes, *_column_notes(opened, records)]
+    notes = [*opened.notes, *column_notes(opened.columns, list(records.counts), sorted(records.ignored))]
     headline = f"{settings.path}: {records.n_read:,} records" + f" (the first {limit:,})" * (records.n_read == limit)
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
@@ -148,16 +148,16 @@ def _summarize(documents: Iterable[Document]) -> _RecordSummary:
     return summary
 
 
-def _column_notes(corpus: Corpus, records: _RecordSummary) -> list[str]:
-    """Return notes on the role of each column, the columns that cannot be labels, and an unused preference pair."""
-    roles = ", ".join(f"{role} from {column!r}" for role, column in corpus.columns.items())
-    notes = [f"columns: {roles or 'none'}"]
-    if records.ignored:
+def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Sequence[str]) -> list[str]:
+    """Return notes on the columns of a corpus: their roles, those that cannot be labels, and an unused pair."""
+    columns = ", ".join(f"{role} from {column!r}" for role, column in roles.items())
+    notes = [f"columns: {columns or 'none'}"]
+    if ignored:
         notes.append(
-            f"left out: {', '.join(sorted(records.ignored))} (binary, lists of numbers or of records); request a value "
-            f"by its path, e.g. --set corpus.label_paths=[{min(records.ignored)}.0]"
+            f"left out: {', '.join(ignored)} (binary, lists of numbers or of records); request a value by its path, "
+            f"e.g. --set corpus.label_paths=[{ignored[0]}.0]"
         )
-    return notes + unread_notes(corpus.columns, [*records.counts, *records.ignored])
+    return notes + unread_notes(roles, [*labels, *ignored])
 
 
 def _skipped_notes(skipped: Skipped) -> list[str]:
