@@ -5,6 +5,8 @@ of an existing one. Evidence: experiments/lds_main, experiments/finetune, experi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 _NEW = {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
 _BACKWARD = {"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0}
@@ -26,24 +28,33 @@ REPLAY_WEIGHT = 4.0  # its weight for further training
 NEW_MODEL_REPLAY_WEIGHT = 1.0  # for a new model, chosen on cc-topic
 
 
-def is_new_model(kernels: Sequence[str]) -> bool:
-    """Return whether an artifact with these kernels was built for a new model: knn is computed for new models only."""
-    return "knn" in kernels and "gradient" not in kernels
+@dataclass(frozen=True, slots=True)
+class BuiltRule:
+    """How predictions combine the kernels of an artifact (`match: auto`); a build records it in the manifest.
 
-
-def auto_weights(kernels: Sequence[str], *, estimate: bool) -> dict[str, float]:
-    """Return the weights of `match: auto` for an artifact with these kernels.
-
-    They are those of the table, as far as the kernels exist; without output_layer, which another rule built, 1 each.
-    Targets with a replay count it too; for a new model not if the protocol has `task: estimate`.
+    Attributes:
+        weights: weight of each kernel.
+        for_new_model: whether a new model is predicted, which knn is computed for only.
     """
-    if "output_layer" not in kernels:
-        weights = {kernel: 1.0 for kernel in kernels if kernel != REPLAY}
-    else:
-        row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
-        weights = {kernel: weight for kernel, weight in row.items() if kernel in kernels}
-    if REPLAY in kernels and not is_new_model(kernels):
-        weights[REPLAY] = REPLAY_WEIGHT
-    elif REPLAY in kernels and not estimate:
-        weights[REPLAY] = NEW_MODEL_REPLAY_WEIGHT
-    return weights
+
+    weights: dict[str, float]
+    for_new_model: bool
+
+    @classmethod
+    def of(cls, kernels: Sequence[str]) -> Self:
+        """Return the rule of an artifact with these kernels: the weights of the table, as far as the kernels exist.
+
+        Without output_layer, which another rule built, all weights are 1.
+        """
+        if "output_layer" in kernels:
+            row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
+            weights = {kernel: weight for kernel, weight in row.items() if kernel in kernels}
+        else:
+            weights = dict.fromkeys(kernels, 1.0)
+        return cls(weights, "knn" in kernels and "gradient" not in kernels)
+
+    def with_replay(self, *, estimate: bool) -> dict[str, float]:
+        """Return the weights for targets with a replay; for a new model, an estimate for other questions has none."""
+        if self.for_new_model and estimate:
+            return self.weights
+        return self.weights | {REPLAY: NEW_MODEL_REPLAY_WEIGHT if self.for_new_model else REPLAY_WEIGHT}

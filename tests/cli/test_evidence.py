@@ -285,7 +285,7 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
     relevance = arrays(art)
     files = ArtifactReader.open(art)
     protocol = resolve_protocol(None, files, known_questions=True)
-    protocol = protocol.resolved_for(files.array_names, files.feature_settings)
+    protocol = protocol.resolved_for(files)
     (prediction,) = scored(art, env).predict({"default": protocol}, ["facts"])
     predicted = {"default": prediction.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)

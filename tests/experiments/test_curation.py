@@ -140,7 +140,7 @@ def test_the_additive_selection_has_the_greatest_relevance(experiment):
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
-    kernels = world.protocol.resolved_for(artifact.array_names, artifact.feature_settings).match
+    kernels = world.protocol.resolved_for(artifact).match
     for kernel in kernels:
         relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
             float

@@ -283,10 +283,9 @@ def test_replay_for_a_new_model_trains_small_models_from_scratch(settings, tmp_p
     assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
     assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "1.3 backward;", "in all")
     assert NEW_MODEL_NOTE in repr(info(out))
-    names, features = artifact.array_names, artifact.feature_settings
-    of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(names, features)
+    of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(artifact)
     assert of_subsets.match["replay"] == NEW_MODEL_REPLAY_WEIGHT
-    of_rows = resolve_protocol(None, artifact).resolved_for(names, features)
+    of_rows = resolve_protocol(None, artifact).resolved_for(artifact)
     assert "replay" not in of_rows.match
     with pytest.raises(SettingsError, match="lora_r: got 2"):
         build(out=tmp_path / "other", settings=data, replay=True, recipe=RECIPE | {"lora_r": 2}, untrained=True)

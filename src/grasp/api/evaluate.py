@@ -168,10 +168,7 @@ def compare(
         runs=AlignedRuns.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
-    resolved = {
-        name: protocol.resolved_for(artifact.array_names, artifact.feature_settings)
-        for name, protocol in protocols.items()
-    }
+    resolved = {name: protocol.resolved_for(artifact) for name, protocol in protocols.items()}
     rules = additive_methods(artifact.array_names) | resolved
     for method in methods:
         if method.label in rules:

@@ -51,6 +51,7 @@ from grasp.artifact.manifest import (
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError
 from grasp.files import InputPaths, kind_of
+from grasp.kernel_table import BuiltRule
 from grasp.readers import Reader, load_reader
 from grasp.store.contents import read_table, read_tensors, readable
 from grasp.store.directory import Files
@@ -291,6 +292,13 @@ class ArtifactReader:
     def kernels(self) -> tuple[str, ...]:
         """Return the names of the kernels whose relevance is stored."""
         return tuple(name.removeprefix(RELEVANCE) for name in self.array_names if name.startswith(RELEVANCE))
+
+    @property
+    def rule(self) -> BuiltRule:
+        """Return the weights of the kernels in predictions, as the build recorded them."""
+        if "rule" not in self.manifest.details:
+            raise ArtifactError(f"{self.location}: does not record the weights of its kernels; build it again")
+        return BuiltRule(**self.manifest.details["rule"])
 
     def relevance_name(self, kernel: str) -> str:
         """Return the name of the relevance array of a kernel.

@@ -119,7 +119,7 @@ def check(
     features = _result_or_error(lambda: sample_features(artifact, index, source))
     sample = SampledArtifact(artifact, index, weight_BN, source, features)
     rule = resolve_protocol(protocol, artifact)
-    weights = kernel_weights(rule.resolved_for(artifact.array_names, artifact.feature_settings))
+    weights = kernel_weights(rule.resolved_for(artifact))
 
     results = [_check_concentration(artifact, kernel) for kernel in weights]
     results += [_check_truncation(sample), _check_batches(sample), *_check_ranking(artifact, bound_runs, rule)]

@@ -210,7 +210,7 @@ class CandidatePredictor(Alignment):
         if not components:
             return {}
         protocol = settings.protocol([], components)
-        resolved = protocol.resolved_for(self.source.array_names, self.source.feature_settings)
+        resolved = protocol.resolved_for(self.source)
         sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
         terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
         z_of_blocks = [

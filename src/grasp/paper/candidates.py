@@ -105,7 +105,7 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
     Raises:
         ProtocolError: the artifact does not fit the protocol.
     """
-    resolved = protocol.resolved_for(source.array_names, source.feature_settings)
+    resolved = protocol.resolved_for(source)
     assert isinstance(resolved.match, dict)
     match = tuple(resolved.match.items())
     if not isinstance(resolved, InteractionProtocol):

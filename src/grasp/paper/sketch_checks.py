@@ -80,7 +80,7 @@ class ExactKernels:
 def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterator[Check]:
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = sample.artifact, sample.features
-    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+    resolved = protocol.resolved_for(artifact)
     # if the model cannot be run on the sample, `features` is the error; checks that need them report its text
     kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(resolved):

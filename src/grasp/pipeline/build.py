@@ -8,7 +8,7 @@ resumed if it is called with equal objects. Then `build` calls what may also be 
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -190,8 +190,11 @@ def build(
     raw_settings = set_settings(plain_settings(settings), argument_settings(arguments))
     set_settings(raw_settings, {"replay.check": 1 if check else None})
     output, progress = output_location(out), progress or Silent()
-    passed = {name for name, value in (("model", model), ("corpus", corpus), ("targets", targets)) if value is not None}
-    if replay and _is_of_artifact(passed | raw_settings.keys(), output.directory, resume=resume):
+    names_data = corpus is not None or targets is not None or not raw_settings.keys().isdisjoint({"corpus", "targets"})
+    names_model = model is not None or "model" in raw_settings
+    # without an artifact either, `add_replay` reports that there is none
+    adds_replay = (output.directory / MANIFEST).exists() or not (resume or names_model)
+    if replay and not names_data and adds_replay:
         add_replay(out, recipe=recipe, settings=raw_settings, progress=progress)
         return ArtifactReader.open(output.path)
     parsed_recipe, replay_settings = split_replay_settings(
@@ -252,16 +255,6 @@ def argument_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     named = {SETTINGS[argument]: value for argument, value in arguments.items()}
     kernels: list[str] | None = [] if named["features.rule"] else None
     return named | {"corpus.form": form_of_loss(arguments["loss"]), "features.kernels": kernels}
-
-
-def _is_of_artifact(passed: Set[str], directory: Path, *, resume: bool) -> bool:
-    """Return whether a replay is added to a finished artifact, as by `--out ART --replay`, instead of built with one.
-
-    If nothing to build is passed, and there is no artifact either, `add_replay` reports that.
-    """
-    if {"corpus", "targets"} & passed:
-        return False
-    return (directory / MANIFEST).exists() or not (resume or "model" in passed)
 
 
 def output_location(out: Path | str) -> OutputLocation:
@@ -512,13 +505,11 @@ def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, .
 @contextmanager
 def _restore_modes(model: Any) -> Iterator[None]:
     """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
-    module_or_empty = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
-    modes = [(module, module.training) for module in module_or_empty.modules()]
-    requires_grad = [(parameter, parameter.requires_grad) for parameter in module_or_empty.parameters()]
+    module = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
+    state: list[tuple[Any, str, bool]] = [(child, "training", child.training) for child in module.modules()]
+    state += [(parameter, "requires_grad", parameter.requires_grad) for parameter in module.parameters()]
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, required in requires_grad:
-            parameter.requires_grad_(required)
+        for owner, name, value in state:
+            setattr(owner, name, value)

@@ -5,15 +5,13 @@ Start with `note_inputs`.
 
 from collections import Counter
 
-from grasp.corpus.conversations import unread_notes
 from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.preview import column_notes
 from grasp.progress import Progress
 from grasp.targets import UnitSet
 from grasp.text import skipped_lines
-
-COLUMN_ROLES = {"input_ids": "token ids", "row_id": "row names", "doc_id": "document names"}  # in words
 
 
 def note_inputs(
@@ -24,26 +22,12 @@ def note_inputs(
     context: int | None,
     progress: Progress,
 ) -> None:
-    """Note how corpus and questions were read: columns, labels, rows and tokens, and what was skipped.
-
-    Args:
-        corpus: the corpus.
-        store: its rows.
-        unit_set: units of all targets.
-        tokenizer: tokenizer of the model.
-        context: context length of the model; None if it has no limit.
-        progress: receives the notes.
-    """
+    """Note how corpus and questions were read: columns, labels, rows and tokens, and what was skipped."""
     roles = store.details["columns"]
-    columns = ", ".join(f"{COLUMN_ROLES.get(role, role)} from {column!r}" for role, column in roles.items())
+    notes = [*corpus.notes, *column_notes(roles, store.label_columns, store.ignored_columns)]
+    notes.append("labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)"))
     if not {"row_id", "doc_id"} & roles.keys():
-        columns += "; row names are generated from content and position"
-    labels = "labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)")
-    if store.ignored_columns:
-        labels += f"; left out (binary, lists of numbers or of records): {', '.join(store.ignored_columns)}"
-        labels += f"; request a value of them by its path, e.g. --set corpus.label_paths=[{store.ignored_columns[0]}.0]"
-    notes = [*corpus.notes, f"columns: {columns}", labels]
-    notes += unread_notes(roles, [*store.label_columns, *store.ignored_columns])
+        notes.append("row names are generated from content and position")
     if "rejected" in roles:
         notes.append("preference pairs: rows are scored by the gradient of the DPO loss at this model")
     loss = f", {store.n_loss_positions:,} with loss" if store.masked else ""

@@ -106,15 +106,34 @@ def prepare_inputs(
             of the model.
     """
     model = model or in_memory.model
+    leaks: dict[str, Leaks] = {}
+    unit_inputs: Units
     if settings.model.reader is None:
         assert isinstance(model, ReferenceModel | None)
-        return _prepare_text(settings, tokens, progress, model, in_memory, replace=replace)
-    model = model or load_reference(settings.model)
-    progress.stage("rows", rows=None, tokens=None)
-    unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
-        settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
+        settings, model, store, unit_set, unit_inputs, leaks = _prepare_text(
+            settings, tokens, progress, model, in_memory, replace=replace
+        )
+    else:
+        model = model or load_reference(settings.model)
+        progress.stage("rows", rows=None, tokens=None)
+        unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
+            settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
+        )
+    progress.stage("units", rows=None, tokens=None)
+    encoding, encoding_fingerprint = model.reader  # e.g. `tokenizer`
+    identity = Identity(
+        fingerprints={
+            "model": model.fingerprint(),
+            encoding: encoding_fingerprint,
+            "corpus": store.fingerprint,
+            "targets": unit_set.fingerprint,
+        },
+        dtype=str(model.dtype).removeprefix("torch."),
+        features=settings.features.model_dump(mode="json"),
+        rounding={"device": model.device.type, **model.batching},
     )
-    return _assemble(settings, model, store, unit_set, unit_inputs, {}, progress)
+    model_pass = ModelPass.choose(model, settings.features)
+    return Inputs(settings, model_pass, store, unit_set, unit_inputs, identity, leaks)
 
 
 def _prepare_text(
@@ -125,8 +144,8 @@ def _prepare_text(
     in_memory: InMemory,
     *,
     replace: bool,
-) -> Inputs:
-    """Prepare the inputs of a language model, see `prepare_inputs`.
+) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens], dict[str, Leaks]]:
+    """Return completed settings, model, rows, units, their tokens and leaks of a language model.
 
     Texts are tokenised before the weights of the model are loaded, so that errors in them are reported early.
     """
@@ -192,31 +211,4 @@ def _prepare_text(
             f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
             f"{model.vocab_size}; correct the config"
         )
-    return _assemble(settings, model, store, unit_set, unit_tokens, leaks, progress)
-
-
-def _assemble(
-    settings: BuildSettings,
-    model: Reference,
-    store: RowStore,
-    unit_set: UnitSet,
-    unit_inputs: Units,
-    leaks: Mapping[str, Leaks],
-    progress: Progress,
-) -> Inputs:
-    """Choose the features that the model computes, and return the inputs with their identity."""
-    progress.stage("units", rows=None, tokens=None)
-    model_pass = ModelPass.choose(model, settings.features)
-    encoding, encoding_fingerprint = model.reader  # e.g. `tokenizer`
-    identity = Identity(
-        fingerprints={
-            "model": model.fingerprint(),
-            encoding: encoding_fingerprint,
-            "corpus": store.fingerprint,
-            "targets": unit_set.fingerprint,
-        },
-        dtype=str(model.dtype).removeprefix("torch."),
-        features=settings.features.model_dump(mode="json"),
-        rounding={"device": model.device.type, **model.batching},
-    )
-    return Inputs(settings, model_pass, store, unit_set, unit_inputs, identity, leaks)
+    return settings, model, store, unit_set, unit_tokens, leaks

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32, F64, I64
+from grasp.arrays import F32, I64
 from grasp.artifact.manifest import ArrayFiles
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
@@ -124,39 +124,23 @@ class ModelPass:
             ModelError: the model computed NaN or infinity; the message names the units.
         """
         answers = Answers.of(units) if isinstance(units, Sequence) else None
-        if answers is None or answers.are_units:
-            batch, gradient_EK = self._unit_features(units, names, len(units))
-            return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
-        names = [names[e] for e in answers.unit_A]
-        losses_A = np.empty(len(names))  # mean loss of each answer
-        for index, features in forward_passes(self.model, answers.tokens, ("all",), 1):
-            refuse_non_finite(features, [names[a] for a in index], "unit")
-            losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
-        # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
-        # units are averaged.
-        weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
-        weighted = answers.unit_A, weight_A
-        batch, gradient_EK = self._unit_features(answers.tokens, names, len(answers.weight_E), weighted)
-        loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
-        return replace(batch.combined(*weighted, loss_E), gradient_BK=gradient_EK, sampled=self.sampled)
-
-    def _unit_features(
-        self, items: Units, names: Sequence[str], n_units: int, weighted: tuple[I64, F64] | None = None
-    ) -> tuple[Batch, Tensor | None]:
-        """Run the model on units or their answers.
-
-        Args:
-            items: units, or answers.
-            names: name of the unit of each item, for messages.
-            n_units: number of units.
-            weighted: for answers, the unit of each answer and its weight, (A,) each; None if items are units.
-        Returns:
-            The items as one batch, and the sampled gradients of the units, (E, K), if a kernel needs them.
-        """
+        if answers is not None and answers.are_units:
+            answers = None
+        items, n_units = units, len(units)
+        if answers is not None:
+            items, n_units = answers.tokens, len(answers.weight_E)
+            names = [names[e] for e in answers.unit_A]
+            losses_A = np.empty(len(names))  # mean loss of each answer
+            for index, features in forward_passes(self.model, items, ("all",), 1):
+                refuse_non_finite(features, [names[a] for a in index], "unit")
+                losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
+            # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
+            # units are averaged.
+            weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
         gradient_EK: Tensor | None = None
         if self.sampled is not None:
             gradient_EK = allocate_unit_gradients(n_units, self.sampled)
-            if weighted is not None:
+            if answers is not None:
                 gradient_EK.zero_()
         batches: list[tuple[I64, Batch]] = []
         for index, features, gradient_BK in self._run_model(items, self.settings.unit_positions):
@@ -165,13 +149,16 @@ class ModelPass:
                 continue
             # Rounded before the copy, so that results do not depend on the device that stores the gradients.
             rounded_BK = _round_to_stored(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
-            if weighted is None:
+            if answers is None:
                 gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = rounded_BK
                 continue
-            unit_A, weight_A = weighted
             for a, gradient_K in zip(index, rounded_BK, strict=True):
-                gradient_EK[unit_A[a]] += float(weight_A[a]) * gradient_K
-        return merge_batches(batches, len(items)), gradient_EK
+                gradient_EK[answers.unit_A[a]] += float(weight_A[a]) * gradient_K
+        batch = merge_batches(batches, len(items))
+        if answers is not None:
+            loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
+            batch = batch.combined(answers.unit_A, weight_A, loss_E)
+        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
 
     def _run_model(
         self, items: TokenRows | Units, position_specs: tuple[str, ...]
@@ -179,7 +166,6 @@ class ModelPass:
         """Run the model on rows or units in batches.
 
         Args:
-            items: rows or units.
             position_specs: positions whose features are extracted, such as `all` or `tail:32`.
         Yields:
             Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
@@ -209,11 +195,6 @@ class ModelPass:
         """Build a batch from the features of a pass.
 
         `features` has one or two sets of positions: kernels read the first; summaries, if any, the second.
-
-        Args:
-            features: features of rows or units.
-            names: their names, for messages.
-            noun: `row` or `unit`, for messages.
         """
         refuse_non_finite(features, names, noun)
         n_rows = len(names)
@@ -233,7 +214,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
 
     Args:
         parts: batches, each with the row number that each of its rows has in the merged batch.
-        n_rows: number of rows of the merged batch.
     """
     batches = [batch for _, batch in parts]
     loss_B = batches[0].loss_B.new_zeros(n_rows)
@@ -271,9 +251,6 @@ def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
 def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
     """Run a batch; if the GPU runs out of memory, run its halves, recursively.
 
-    Args:
-        index: indices of the rows of the batch.
-        run: computes the outcome of some rows.
     Raises:
         ModelError: the memory does not suffice for one row.
     """
@@ -474,11 +451,8 @@ def compute_moments(
     """Run the model on rows of the sample, and return their moments for all kernels.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the sample.
         states_every: store every `states_every`-th hidden state.
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     corpus = CorpusMoments(model_pass.model, states_every)
     kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
@@ -504,12 +478,7 @@ def score_shard(
     """Run the model on the rows of a shard, and score each batch by every kernel.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the shard.
-        kernels: prepared kernels.
-        keep_features: also return the features, as an artifact stores them.
         cached_batches: batches of these rows from `batch_arrays`, used instead of running the model.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}

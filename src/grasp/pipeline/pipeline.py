@@ -26,9 +26,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
+from grasp.kernel_table import BuiltRule
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -141,12 +142,7 @@ class Sample:
 
     @classmethod
     def draw(cls, loss_counts_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
-        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows.
-
-        Args:
-            loss_counts_N: number of positions of each row that carry loss.
-            settings: size and seed of the sample, and the kernels.
-        """
+        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
         order_N = stream(settings.seed, "moments", "token").permutation(len(loss_counts_N))
         total_N = np.cumsum(loss_counts_N[order_N])  # positions of the first rows of the order
         n_rows = int(np.searchsorted(total_N, settings.sample_positions, side="left")) + 1
@@ -165,12 +161,7 @@ def estimate_moments(
     are copied from another artifact instead of being estimated, so that both artifacts can be merged.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        work: directory of intermediate files.
-        progress: receives stages, notes and numbers of rows.
         may_cache: cache the batches, if loop 1 reads every row and its features fit in `features.max_cache_mb`.
-        must_be_trained: refuse a language model that predicts the sample no better than chance.
     """
     settings, store, model = inputs.settings, inputs.store, inputs.model
     sample = Sample.draw(store.loss_counts(), settings.features)
@@ -227,12 +218,7 @@ def accumulate_moments(
     depend on the number of workers.
 
     Args:
-        inputs: model and rows.
-        workers: run the model.
-        sample: rows from which the moments are estimated.
-        corpus: moments of all kernels.
         batch_cache: receives the batches; the chunks are then the shards. None: batches are not stored.
-        progress: receives stages and numbers of rows.
         must_be_trained: refuse a language model by its loss on the first chunk.
     """
     store = inputs.store
@@ -326,12 +312,7 @@ def write_shards(
     """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        out: directory of the artifact.
         batch_cache: batches of loop 1; None: run the model.
-        progress: receives stages, notes and numbers of rows.
     """
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
@@ -342,6 +323,7 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
+    sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     feature_files = ArrayFiles(out / FEATURES) if settings.keep_features else None
     read_cached = None if batch_cache is None else batch_cache.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
@@ -350,7 +332,7 @@ def write_shards(
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
-        sums = column_sums(shard.arrays)
+        sums = {f"{name}.square": (shard.arrays[name].astype(np.float64) ** 2).sum(axis=0) for name in sketches}
         if "relevance_gradient" in shard.arrays:
             no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
             sums[NO_GRADIENT_COUNT] = np.array([no_gradient_N.sum()], dtype=np.float64)
@@ -370,9 +352,6 @@ def finish_artifact(
     """Write units, moments and the manifest, which complete the artifact.
 
     Args:
-        inputs: model, rows and units.
-        kernels: prepared kernels.
-        writer: writer of the artifact, with all shards.
         start_times: times at which the build began; None if it was interrupted since.
     """
     sums = writer.sums()
@@ -386,6 +365,8 @@ def finish_artifact(
     # that both can be moved together.
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
+    ranking = [name for name in inputs.settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
     writer.finish(
         manifest=manifest,
         moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
@@ -406,12 +387,7 @@ def scored_shards(
     """Yield the scores of shards, as they finish, each with its number.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        shards: numbers of the shards to score.
         read_cached: returns the stored batches of a shard; None: run the model.
-        progress: receives stages and numbers of rows.
     """
     store, keep_features = inputs.store, inputs.settings.keep_features
     n_rows = round(store.n_rows * len(shards) / store.n_shards)
@@ -430,16 +406,6 @@ def scored_shards(
         progress.stage("rows scored", rows=n_rows, tokens=n_tokens)
     chunks = ((k, store.shard(k)) for k in shards)
     yield from workers.run(score_shard, chunks, progress.advance, kernels=kernels, keep_features=keep_features)
-
-
-def column_sums(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
-    """Return the sum and the sum of squares of every column of every array, as `NAME.total` and `NAME.square`."""
-    sums: dict[str, NDArray[np.float64]] = {}
-    for name, array in arrays.items():
-        array_f64 = array.astype(np.float64)
-        sums[f"{name}.total"] = array_f64.sum(axis=0)
-        sums[f"{name}.square"] = (array_f64**2).sum(axis=0)
-    return sums
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:

@@ -151,11 +151,7 @@ def _plan_fine_tuning(
 def _metagradient_settings(
     settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
 ) -> MetagradientSettings:
-    """Return the settings by which a training of `steps` steps is differentiated.
-
-    Args:
-        first_step: first step that is differentiated, unless the settings have a window.
-    """
+    """Return the settings by which a training of `steps` steps is differentiated."""
     if settings.window is not None:
         first_step = max(0, steps - settings.window)
     return MetagradientSettings(

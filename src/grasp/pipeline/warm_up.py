@@ -69,36 +69,31 @@ def warm_up(
             "--warm-up: trains all parameters, but got an adapter; train the adapter for these steps, and pass its "
             "directory as --model"
         )
+    record = {
+        "model": settings.model.path,
+        "corpus": settings.corpus.path,
+        "recipe": ({} if recipe is None else recipe.model_dump(mode="json")) | {"max_steps": steps},
+        "seed": settings.features.seed,
+    }
     with lock_artifact(out):
         directory = out / MODEL
-        recorded = json.loads((directory / WARM_UP).read_bytes()) if (directory / WARM_UP).exists() else None
-        reference = None if recorded else ReferenceModel.load(settings.model)
-        if reference is not None:
-            progress.stage("rows", rows=None, tokens=None)
-            rows = RowStore.write(
-                out / "tokens",
-                settings.corpus,
-                reference.tokenizer,
-                shard_rows=settings.shard_rows,
-                context=reference.context,
-            )
-        else:
-            rows = RowStore.open(out / "tokens")
-        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
-        record = {
-            "model": settings.model.path,
-            "corpus": settings.corpus.path,
-            "recipe": recipe.model_dump(mode="json"),
-            "seed": settings.features.seed,
-        }
-        if recorded is not None:
-            if changed := list(differences(recorded, record)):
+        if (directory / WARM_UP).exists():
+            if changed := list(differences(json.loads((directory / WARM_UP).read_bytes()), record)):
                 raise ArtifactError(
                     f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or "
                     f"delete {out}"
                 )
             return directory
-        assert reference is not None
+        reference = ReferenceModel.load(settings.model)
+        progress.stage("rows", rows=None, tokens=None)
+        rows = RowStore.write(
+            out / "tokens",
+            settings.corpus,
+            reference.tokenizer,
+            shard_rows=settings.shard_rows,
+            context=reference.context,
+        )
+        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
         refuse_longer_rows(recipe, rows, out)
         tokenizer = reference.tokenizer
         model, notes = make_trainable(reference.model, reference.frozen, recipe, settings.features.seed)

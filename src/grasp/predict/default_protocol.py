@@ -23,7 +23,7 @@ from pathlib import Path
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.entry_points import names
-from grasp.kernel_table import REPLAY, is_new_model
+from grasp.kernel_table import REPLAY
 from grasp.predict.scoring_rule import (
     GROUP,
     ScoringProtocol,
@@ -85,6 +85,6 @@ def resolve_protocol(
         built_in = registered_protocol(rule).built_in()
         if set(built_in.arrays) <= set(artifact.array_names):
             return built_in
-    if not is_new_model(artifact.kernels) or known_questions or (subsets and REPLAY in artifact.kernels):
+    if not artifact.rule.for_new_model or known_questions or (subsets and REPLAY in artifact.kernels):
         return DEFAULT_PROTOCOL
     return TASK_PROTOCOL

@@ -342,7 +342,7 @@ class Predictor:
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        resolved = resolve_protocol(protocol, artifact).resolved_for(artifact.array_names, artifact.feature_settings)
+        resolved = resolve_protocol(protocol, artifact).resolved_for(artifact)
         if units is None:
             selected = UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         else:

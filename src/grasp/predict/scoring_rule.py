@@ -29,7 +29,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.entry_points import entries, load_class
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import atomic_path
-from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY, REPLAY_WEIGHT, auto_weights
+from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY, REPLAY_WEIGHT
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -147,21 +147,21 @@ class ScoringProtocol(Settings):
         weights = {kernel: weight for kernel, weight in kernel_weights(self).items() if kernel != REPLAY}
         return self.model_copy(update={"match": weights}) if weights else self
 
-    def resolved_for(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
+    def resolved_for(self, artifact: ArtifactReader) -> Self:
         """Resolve `match: auto` for an artifact, and check that the artifact has what the protocol requires.
 
-        Args:
-            array_names: names of the arrays of the artifact.
-            feature_settings: settings that the artifact was built with, by name.
         Raises:
             ProtocolError: missing kernels or sketches, or other feature settings than required; the message lists all
                 problems.
+            ArtifactError: the artifact does not record the weights of its kernels.
         """
-        if self.match == "auto":
-            kernels = [name.removeprefix("relevance_") for name in array_names if name.startswith("relevance_")]
-            weights = auto_weights(kernels, estimate=self.task == "estimate")
-        else:
+        array_names, feature_settings = artifact.array_names, artifact.feature_settings
+        if self.match != "auto":
             weights = {kernel: weight for kernel, weight in self.match.items() if weight}
+        elif f"relevance_{REPLAY}" in array_names:
+            weights = artifact.rule.with_replay(estimate=self.task == "estimate")
+        else:
+            weights = artifact.rule.weights
         resolved = self.model_copy(update={"match": weights})
         missing = [name for name in resolved.arrays if name not in array_names]
         problems = [f"requires array {name!r}, the artifact has {list(array_names)}" for name in missing]
