@@ -51,7 +51,7 @@ REFUSALS = {
     "predict": [
         ((), r"drop, keep, weight"),
         (("--by", "topic", "--keep", "true"), r"predict: .*keep, by\b"),
-        (("--by", "topic", "--units", "--components"), r"units, components .*by\b"),
+        (("--by", "topic", "--units"), r"units .*by\b"),
         (("--by", "topci"), r"column 'topci'.*'topic'"),
         (("--by", "topic", "--out", "no/p.parquet"), r"--out: .*no/p\.parquet.*directory no\b"),
         (("--drop", "row_id IN (SELECT * FROM '/etc/passwd')"), r"subquery"),

@@ -58,10 +58,10 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
 
 
 def predict_subsets(artifact: ArtifactReader) -> pa.Table:
-    """Return the predictions for random halves of the rows, with the parts that add up to them."""
-    predictor = Predictor.from_artifact(artifact, resolve_protocol(None, artifact, subsets=True), components=True)
+    """Return the predictions for random halves of the rows."""
+    predictor = Predictor.from_artifact(artifact, resolve_protocol(None, artifact, subsets=True))
     blocks = parse_family("uniform:0.5").draw(8, n_rows=artifact.n_rows, labels=None, seed=0, purpose="drawn")
-    return prediction_table(predictor, artifact, blocks, components=True).read_all()
+    return prediction_table(predictor, artifact, blocks).read_all()
 
 
 def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:

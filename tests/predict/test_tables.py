@@ -42,20 +42,12 @@ def test_tables_do_not_depend_on_blocks_of_subsets(block):
     np.testing.assert_allclose(cut.sort_by(keys)["change"], whole.sort_by(keys)["change"], rtol=1e-4, atol=1e-5)
 
 
-def test_columns_are_the_requested_ones_and_metadata_describes_the_numbers():
-    predictor = Predictor.from_artifact(FakeSource(), PROTOCOL, components=True)
+def test_metadata_describes_the_numbers():
+    predictor = Predictor.from_artifact(FakeSource(), PROTOCOL)
     plain = prediction_table(predictor, FakeSource(), subsets(3)).read_all()
     assert (plain.column_names, len(plain)) == (["subset_id", "target", "change"], 6)
     provenance = plain.schema.metadata[b"grasp.provenance"]
     assert_mentions(provenance.decode(), "standard deviations", "uniform:0.5", "256 subsets", "seed 0")
-    table = prediction_table(predictor, FakeSource(), subsets(3), components=True).read_all()
-    parts = ["part_output_layer", "part_pooled", "part_joint.pair", "part_hidden.cent"]
-    assert table.column_names[3:] == ["level", *parts, "value_joint.pair", "value_hidden.cent"]
-    added = sum(table[name].to_numpy() for name in parts)
-    np.testing.assert_allclose(added, table["change"], atol=1e-5)
-    np.testing.assert_allclose(
-        table["level"].to_numpy() - table["change"].to_numpy(), np.tile(predictor.task.corpus_C, 3), atol=1e-9
-    )
 
 
 def test_predictions_equal_those_of_the_arrays(artifact, tmp_path):

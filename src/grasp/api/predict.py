@@ -43,7 +43,7 @@ REPLAY_NOTE = (
 )
 FEW_UNITS = 20  # intervals over fewer units have too little coverage
 # prefixes of columns in effect sizes; other columns are in the unit of the runs
-EFFECT_SIZE_COLUMNS = ("change", "effect", "if_", "redundancy", "level", "part_", "value_")
+EFFECT_SIZE_COLUMNS = ("change", "effect", "if_", "redundancy")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +122,6 @@ def predict(
     out: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     units: bool = False,
-    components: bool = False,
 ) -> Prediction:
     """Predict the change of targets if rows are dropped, kept or re-weighted.
 
@@ -143,8 +142,6 @@ def predict(
         out: file for the lines; Parquet is written in bounded memory. Of subsets, the result has the first lines only.
         protocol: protocol to predict with. Default: the built-in protocol.
         units: also return one row per unit.
-        components: also return the terms that add up to the change, and the level of the prediction before the level of
-            the whole corpus is subtracted.
     Raises:
         SettingsError: no or several questions, or a question that leaves no rows.
         SubsetError: an expression is invalid or matches no row or all rows, or subsets have unknown rows.
@@ -160,10 +157,8 @@ def predict(
     if len(requested) != 1:
         got = ", ".join(requested) or "none"
         raise SettingsError(f"predict: got {got}, expected one of {', '.join(questions)}")
-    unused = {"units": units, "components": components}
-    if by is not None and any(unused.values()):
-        names = ", ".join(name for name, value in unused.items() if value)
-        raise SettingsError(f"predict: {names} has no effect with {requested[0]}; drop it")
+    if by is not None and units:
+        raise SettingsError("predict: units has no effect with by; drop it")
     targets, labels = checked_targets(artifact, target), LabelTable(artifact.rows_path)
     scoring_rule = resolve_protocol(protocol, artifact, subsets=True)
     blocks: Iterable[SubsetBlock] = ()
@@ -183,9 +178,7 @@ def predict(
         if selection.n_null:
             headline += f"; {selection.n_null:,} rows without a value count as not selected"
     sketches = SIMILARITY_SKETCHES if runs is not None or by is not None else ()
-    predictor = Predictor.from_artifact(
-        artifact, scoring_rule, targets, per_unit=units, components=components, sketches=sketches
-    )
+    predictor = Predictor.from_artifact(artifact, scoring_rule, targets, per_unit=units, sketches=sketches)
     outcomes = extrapolations = None
     if runs is not None:
         from grasp.runs.calibration import ExtrapolationLog, fit_outcomes  # noqa: PLC0415 - read only if there are runs
@@ -193,9 +186,7 @@ def predict(
         outcomes, extrapolations = fit_outcomes(predictor, artifact, runs), ExtrapolationLog()
     if by is not None:
         return _predict_slices(artifact, predictor, column, outcomes, extrapolations, out)
-    reader = prediction_table(
-        predictor, artifact, blocks, components=components, outcomes=outcomes, extrapolations=extrapolations
-    )
+    reader = prediction_table(predictor, artifact, blocks, outcomes=outcomes, extrapolations=extrapolations)
     if out is None:
         table = reader.read_all()
         lines = len(table)
@@ -424,7 +415,6 @@ def prediction_table(
     artifact: ArtifactReader,
     blocks: Iterable[SubsetBlock],
     *,
-    components: bool = False,
     outcomes: "OutcomePredictor | None" = None,
     extrapolations: "ExtrapolationLog | None" = None,
 ) -> pa.RecordBatchReader:
@@ -433,8 +423,6 @@ def prediction_table(
     Args:
         predictor: predictor; if it has units, the lines of the units follow those of their tasks.
         blocks: retained sides, drawn or read lazily; one block is held in memory at a time.
-        components: add columns `level`, `part_*` (parts of the change, which add up to it) and those of the
-            protocol, if any; the predictor must have been created with `components`.
         outcomes: predictor in the unit of the runs; adds e.g. nats, nats_low and nats_high, which are null for units.
         extrapolations: log that records subsets outside of the range of the runs.
     Returns:
@@ -442,7 +430,7 @@ def prediction_table(
     """
     interval_columns = [] if outcomes is None else [f"{outcomes.unit}{end}" for end in ("", "_low", "_high")]
     text_columns = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
-    columns = ["change", *interval_columns, *(["level", *predictor.part_names] if components else [])]
+    columns = ["change", *interval_columns]
     fields = [(name, pa.string()) for name in text_columns] + [(name, pa.float64()) for name in columns]
     schema, units = pa.schema(fields, _metadata(predictor)), predictor.units
 
@@ -450,9 +438,7 @@ def prediction_table(
         for block in blocks:
             sums = predictor.sums(block.weights)
             change_BT = predictor.change_of(sums)
-            parts = predictor.parts(block.weights, sums) if components else {}
-            shared = {name: part_B[:, None] for name, part_B in parts.items() if part_B.ndim == 1}  # by all targets
-            numbers = parts | shared | {"change": change_BT, "level": predictor.task.corpus_C + change_BT}
+            numbers = {"change": change_BT}
             if outcomes is not None:
                 changes = outcomes.predict(block.weights)
                 numbers |= changes.columns
@@ -466,8 +452,7 @@ def prediction_table(
                     "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
                     "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
                 }
-                numbers = shared | {"change": change_BE, "level": predictor.unit_level.corpus_C + change_BE}
-                yield _lines(schema, block.subset_ids, texts, numbers)
+                yield _lines(schema, block.subset_ids, texts, {"change": change_BE})
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 

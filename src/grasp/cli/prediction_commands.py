@@ -19,11 +19,12 @@ TOP = 10  # default of grasp score --top
 
 @command(
     "grasp score art --target sciq --top 20",
-    "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
+    "grasp score art --target sciq --bottom 20",
     "grasp score art --target sciq --out rows.parquet",
     "grasp score art --target sciq --method bm25",
     verb="grasp.api.score",
     more="protocol unit match method method_settings checkpoints runs",
+    python="where",
 )
 def score(
     art: Art,
@@ -148,7 +149,7 @@ def _print_address(address: str) -> None:
     "grasp predict art --subsets subsets.parquet --out predictions.parquet",
     "grasp predict art --by topic --runs dev",
     verb="grasp.api.predict",
-    more="protocol units components",
+    more="protocol units",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
     if params["weight"]:
