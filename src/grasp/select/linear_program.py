@@ -13,6 +13,7 @@ Shape letters: B mixtures, G label values, K knots of the piecewise linear funct
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -99,14 +100,15 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
     size = n + n_t + slopes.size
     eye, total_1x = sparse.eye(n), np.zeros((1, size))
     total_1x[0, :n] = 1.0
-    equal, equal_to = [sparse.csr_matrix(total_1x)], [np.ones(1)]
-    below, below_limit = None, None
+    equal: list[Any] = [total_1x]
+    equal_to, constraints = [np.ones(1)], dict[str, Any]()
     bounds = [np.stack([low_G, high_G], axis=1)]
     if problem.distance is not None:
         # p - t <= current, -p - t <= -current, sum t <= 2 distance
-        rows = sparse.bmat([[eye, -eye], [-eye, -eye], [None, np.ones((1, n))]])
-        below = sparse.hstack([rows, sparse.csr_matrix((2 * n + 1, slopes.size))])
-        below_limit = np.concatenate([problem.current_G, -problem.current_G, [2.0 * problem.distance]])
+        blocks: list[list[Any]] = [[eye, -eye], [-eye, -eye], [None, np.ones((1, n))]]
+        rows = sparse.bmat(blocks)
+        constraints["A_ub"] = sparse.hstack([rows, sparse.csr_matrix((2 * n + 1, slopes.size))])
+        constraints["b_ub"] = np.concatenate([problem.current_G, -problem.current_G, [2.0 * problem.distance]])
         bounds.append(np.tile([0.0, np.inf], (n, 1)))
     if problem.segments is not None:
         # p_g - sum of its filled segments = first knot; 0 <= filled length <= width
@@ -115,13 +117,12 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
         equal.append(sparse.hstack([eye, sparse.csr_matrix((n, n_t)), -filled]))
         equal_to.append(problem.segments.knots_GK[:, 0])
         bounds.append(np.stack([np.zeros(width_GK.size), width_GK.reshape(-1)], axis=1))
-    solution = linprog(
+    constraints["A_eq"] = sparse.vstack([sparse.csr_matrix(rows) for rows in equal])
+    constraints["b_eq"] = np.concatenate(equal_to)
+    constraints["bounds"] = np.concatenate(bounds)
+    solution: Any = linprog(
         np.concatenate([-linear_G / scale, np.zeros(n_t), -slopes / scale]),
-        below,
-        below_limit,
-        sparse.vstack(equal),
-        np.concatenate(equal_to),
-        np.concatenate(bounds),
+        **constraints,
         options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
     )
     if not solution.success:
@@ -129,7 +130,7 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
             "floor, cap, distance: found no mixture that satisfies all of them; lower a floor, or raise a cap or the "
             "distance"
         )
-    return np.clip(solution.x[:n], low_G, high_G)
+    return np.asarray(np.clip(solution.x[:n], low_G, high_G))
 
 
 def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
