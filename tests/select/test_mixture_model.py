@@ -85,25 +85,17 @@ def test_the_joint_posterior_agrees_with_single_predictions():
     assert noise >= noise_variance
 
 
-@pytest.mark.parametrize("decide", ["best", "values"])
-def test_proposals_differ_and_those_for_values_are_new(runs, decide):
+def test_proposals_differ(runs):
     model = MixtureModel.from_runs(runs, "sciq/loss")
     share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, gains = most_informative(
-        model.gaussian_process, model.features(share_BG), 6, decide, np.random.default_rng(0)
-    )
+    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), 6, np.random.default_rng(0))
     assert len(set(picked)) == len(picked) <= 6
     assert min(gains[1:], default=1.0) > 0  # no run that is not expected to change the result
-    if decide == "best":
-        noisy = MixtureModel.from_runs(runs_of(model.share_RG, noise=0.5), "sciq/loss")
-        features = noisy.features(share_BG)
-        picked, gains = most_informative(noisy.gaussian_process, features, 6, decide, np.random.default_rng(0))
-        assert len(set(picked)) == 6
-        assert min(gains) > 0
-    else:
-        assert len(picked) == 6
-        assert picked[0] >= 5
-        assert gains == sorted(gains, reverse=True)
+    noisy = MixtureModel.from_runs(runs_of(model.share_RG, noise=0.5), "sciq/loss")
+    picked, gains = most_informative(noisy.gaussian_process, noisy.features(share_BG), 6, np.random.default_rng(0))
+    assert len(set(picked)) == 6
+    assert min(gains) > 0
+    assert gains == sorted(gains, reverse=True)
 
 
 def test_commands_predict_mix_and_propose(runs, tmp_path):
@@ -249,9 +241,8 @@ def test_questions_that_runs_cannot_answer_are_refused(runs):
     rows = grasp.import_runs(pa.table({"run": ["a", "b"], "row_id": ["1", "2"]}), results)
     with pytest.raises(RunsError, match="expected runs with shares"):
         grasp.mix_runs(rows)
-    for question in ({"decide": "all"}, {"count": 100_000_000}):
-        with pytest.raises(SettingsError, match=r"best or values.*\b1 to 125 runs"):
-            grasp.propose_runs(runs, **question)
+    with pytest.raises(SettingsError, match=r"\b1 to 125\b"):
+        grasp.propose_runs(runs, count=100_000_000)
     with pytest.raises(RunsError, match="all 4 runs have the same mixture"):
         runs_of(np.tile(PEAK, (4, 1)))
     with pytest.raises(RunsError, match=r"\b1 .*subset.* 4 run"):
@@ -283,28 +274,26 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
 def test_an_exploring_proposal_is_marked():
     linear = few_linear_runs()
     model = MixtureModel.from_runs(linear)
-    for decide in ("best", "values"):
-        proposed = grasp.propose_runs(linear, count=6, decide=decide)
-        everything = np.random.default_rng(0).dirichlet(np.ones(3), 2_000)
-        expected_B = model.predict_objective(shares_in(proposed))
-        worst = expected_B < np.quantile(model.predict_objective(everything), 0.05)
-        named = re.findall(r"next-\d+ \(\d+%\)", str(proposed))
-        more = re.search(r"and (\d+) more;", str(proposed))
-        assert len(named) + int(more[1] if more else 0) >= worst.sum()
-        if worst[0]:
-            assert named[0].startswith("next-1 ")
+    proposed = grasp.propose_runs(linear, count=6)
+    everything = np.random.default_rng(0).dirichlet(np.ones(3), 2_000)
+    expected_B = model.predict_objective(shares_in(proposed))
+    worst = expected_B < np.quantile(model.predict_objective(everything), 0.05)
+    named = re.findall(r"next-\d+ \(\d+%\)", str(proposed))
+    more = re.search(r"and (\d+) more;", str(proposed))
+    assert len(named) + int(more[1] if more else 0) >= worst.sum()
+    if worst[0]:
+        assert named[0].startswith("next-1 ")
 
 
-@pytest.mark.parametrize("decide", ["best", "values"])
-def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs(decide):
+def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs():
     few = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.full(3, 1.2), 5), noise=0.01)
     for bounds in ({}, {"cap": "60%", "floor": "1%"}):
-        proposed = grasp.propose_runs(few, "sciq/loss", decide=decide, **bounds)
+        proposed = grasp.propose_runs(few, "sciq/loss", **bounds)
         predicted = grasp.predict_runs(few, proposed.to_arrow().drop_columns("gain"), "sciq/loss")
         assert predicted.to_arrow()["expected"].null_count == 0
         assert "too far" not in str(proposed) + str(predicted)
         assert "5 runs for 3 values of topic are too few for useful intervals; import 6 or more" in str(proposed)
-    beyond = grasp.propose_runs(few, "sciq/loss", decide=decide, floor="games:99%")
+    beyond = grasp.propose_runs(few, "sciq/loss", floor="games:99%")
     assert "exploratory, no prediction, too far outside the range of the runs: next-1 (games 99%" in str(beyond)
     predicted = grasp.predict_runs(few, beyond.to_arrow().drop_columns("gain"), "sciq/loss")
     assert predicted.to_arrow()["expected"].null_count == len(predicted.to_arrow())

@@ -3,8 +3,7 @@
 Most commands call a public function of the same name. The decorator `command` turns the arguments of that function into
 options of the command, with help texts from its docstring (see `grasp.signatures`), so both have one documentation.
 
-`--help` groups commands by task, lists rarely used options under "More options", and defines the terms of GRASP that
-the help of a command uses. Help is plain text, the same on a terminal and in a pipe. Commands import heavy modules in
+`--help` groups commands by task and lists rarely used options under "More options". Help is plain text, the same on a terminal and in a pipe. Commands import heavy modules in
 their bodies, so that help is fast. Start with `command`.
 """
 
@@ -33,25 +32,6 @@ QUIET = "--quiet"  # an option of all commands
 OPTIONS = "Options"
 MORE_OPTIONS = "More options"
 
-# Terms that the help of a command defines if it uses them.
-GLOSSARY = {
-    "artifact": "output of grasp build: features and scores of every row; here ART",
-    "target": "a task that the model should perform well, e.g. sciq",
-    "unit": "one question of a target, with its answer",
-    "relevance": "predicted benefit of training on a row for a target; above 0: it helps",
-    "utility": "negative loss on a target; higher is better",
-    "runs": "models trained on subsets of the corpus, with their results",
-    "protocol": "the rule that combines relevance into a prediction; one is built in",
-    "kernel": "one way to compute relevance; a protocol adds the scores of several",
-    "family": "how subsets are drawn, e.g. uniform:0.5 (random halves), mixture:topic",
-    "label": "a column of the corpus, e.g. topic",
-    "slice": "all rows with the same value of a label",
-    "recipe": "settings of a training run: model, steps, batch size, learning rate",
-}
-
-# Phrases in which a term of the glossary has another meaning, e.g. "in units of", which is no question.
-OTHER_SENSES = re.compile(r"(?i)\b(?:(?:in|the|their) units?|of a family|(?:built-in|protocol) family)\b")
-
 
 def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, str]]:
     """Return the name and the help text of every parameter that is not hidden.
@@ -62,17 +42,11 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
     return [(re.sub(r" <.*>$", "", record[0]), record[1]) for record in records if record is not None]
 
 
-def _terms_used(text: str) -> list[tuple[str, str]]:
-    """Return the glossary entries of the terms that occur in a text, with their meaning in the glossary."""
-    text = OTHER_SENSES.sub(" ", text)
-    return [(term, definition) for term, definition in GLOSSARY.items() if re.search(rf"(?i)\b{term}s?\b", text)]
-
-
 RESUMABLE = ("demo", "build", "apply", "retrain")  # commands that continue from the finished parts of their output
 
 
 class Command(TyperCommand):
-    """A command with sections for rarely used options and for terms; Ctrl-C prints what was saved."""
+    """A command with a section for rarely used options; Ctrl-C prints what was saved."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; every command accepts --quiet."""
@@ -97,7 +71,7 @@ class Command(TyperCommand):
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections of the help below its text: arguments, options, more options, terms."""
+        """Write the sections of the help below its text: arguments, options, more options."""
         parameters = self.get_params(ctx)
         options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
         rare_options = [option for option in options if getattr(option, "rich_help_panel", None) == MORE_OPTIONS]
@@ -106,11 +80,8 @@ class Command(TyperCommand):
             OPTIONS: [option for option in options if option not in rare_options],
             MORE_OPTIONS: rare_options,
         }
-        sections = {title: _help_records(ctx, members) for title, members in parameters_by_section.items()}
-        help_texts = [self.help or "", *(getattr(parameter, "help", None) or "" for parameter in parameters)]
-        sections["Terms"] = _terms_used(" ".join(help_texts))
-        for title, records in sections.items():
-            if records:
+        for title, members in parameters_by_section.items():
+            if records := _help_records(ctx, members):
                 with formatter.section(title):
                     formatter.write_dl(records)
 
@@ -203,6 +174,7 @@ def command(
     section: str | None = None,
     verb: str | None = None,
     more: str = "",
+    python: str = "",
 ) -> Callable[[F], F]:
     """Register a function as a command.
 
@@ -215,6 +187,7 @@ def command(
         verb: module of the public function of the same name. Its arguments become options of the command, which
             are passed to the decorated function as keywords; parameters of the decorated function override them.
         more: arguments of the public function that are listed under "More options".
+        python: arguments of the public function that have no option.
     """
     lines = [f"  {line}" for example in examples for line in example.split("\n")]
     # \b tells Click not to rewrap the lines that follow
@@ -223,13 +196,13 @@ def command(
 
     def decorate(function: F) -> F:
         if verb is not None:
-            _add_options(function, parse_signature(verb, function.__name__), more.split())
+            _add_options(function, parse_signature(verb, function.__name__), more.split(), python.split())
         return register(function)
 
     return decorate
 
 
-def _add_options(function: Callable[..., None], verb: Signature, more: list[str]) -> None:
+def _add_options(function: Callable[..., None], verb: Signature, more: list[str], python: list[str]) -> None:
     """Replace `**params` in the signature of a function by the options of a public function.
 
     Typer reads the options of a command from its signature. A function without docstring gets that of `verb`.
@@ -238,6 +211,7 @@ def _add_options(function: Callable[..., None], verb: Signature, more: list[str]
         function: function of the command.
         verb: signature of the public function.
         more: arguments that are listed under "More options".
+        python: arguments that have no option.
     """
     flags = {name: flag_of(name) for name in verb.arguments}
 
@@ -247,6 +221,8 @@ def _add_options(function: Callable[..., None], verb: Signature, more: list[str]
 
     options = {}
     for name, argument in verb.arguments.items():
+        if name in python:
+            continue
         metavar = METAVARS.get(name, METAVAR_BY_TYPE[argument.kind]) + "S" * argument.in_commas
         help_text = argument.about[:1].upper() + argument.about[1:] + " Repeatable." * argument.repeatable
         default = ... if argument.default is REQUIRED else argument.default

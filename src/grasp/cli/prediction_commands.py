@@ -19,11 +19,12 @@ TOP = 10  # default of grasp score --top
 
 @command(
     "grasp score art --target sciq --top 20",
-    "grasp score art --target sciq --where \"topic = 'Games'\" --bottom 20",
+    "grasp score art --target sciq --bottom 20",
     "grasp score art --target sciq --out rows.parquet",
     "grasp score art --target sciq --method bm25",
     verb="grasp.api.score",
     more="protocol unit match method method_settings checkpoints runs",
+    python="where",
 )
 def score(
     art: Art,

@@ -89,7 +89,7 @@ def mix_runs(runs: RunsDirectory, out: ResultFile = None, **params: Any) -> None
 def propose_runs(
     runs: RunsDirectory,
     count: int = option("--count N", "Mixtures to propose.", 4, min=1),
-    art: Path | None = option("--art ART", "Artifact of the corpus; required for retrained runs and --subsets.", None),
+    art: Path | None = option("--art ART", "Artifact of the corpus; required for --subsets.", None),
     out: ResultFile = None,
     **params: Any,
 ) -> None:

@@ -69,7 +69,8 @@ def methods(
     "grasp retrain --like art --train further --recipe dpo.yaml --family uniform:0.5 --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
     verb="grasp.api.retrain",
-    more="model loss text_column id_column workers train_command",
+    more="model loss workers train_command",
+    python="text_column id_column",
 )
 def retrain(
     settings: ConfigFile = None,
@@ -102,7 +103,8 @@ def retrain(
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     verb="grasp.api.evaluate",
-    more="partial method_settings checkpoints oracles resamples",
+    more="partial method_settings checkpoints oracles",
+    python="resamples",
 )
 def evaluate(
     art: Art,

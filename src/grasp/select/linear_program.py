@@ -3,7 +3,7 @@
     sum p = 1,   low <= p <= high,   1/2 sum |p - current| <= distance
 
 The c_g are concave and piecewise linear. Each p_g is the sum of its segments, which are filled steepest first without
-further constraints, so this is a linear program. It is solved by Clarabel, an interior-point method.
+further constraints, so this is a linear program. It is solved by HiGHS.
 
 The value that a model fitted to runs predicts saturates, so its maximum is in general not at a corner. `frank_wolfe`
 maximises it: each step solves a linear program for the corner in the direction of steepest ascent, then searches
@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import clarabel
 import numpy as np
 from scipy import sparse
+from scipy.optimize import linprog
 
 from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
 
-BOUND_TOLERANCE = 1e-7  # a weight this close to a bound is set to the bound
 MAX_STEPS = 60  # maximum number of steps of `frank_wolfe` per start
 STEP_SIZES = np.linspace(0.0, 1.0, 33) ** 2  # of the line search towards a corner
 DIFFERENCE_STEP = 1e-3  # finite-difference step, relative to the weight plus an even weight
@@ -92,70 +91,46 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
         SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.
     """
     linear_G = problem.linear_G if linear_G is None else linear_G
-    n = len(linear_G)
+    n, low_G, high_G = len(linear_G), problem.low_G, problem.high_G
     slopes = np.empty(0) if problem.segments is None else problem.segments.slope_GK.reshape(-1)
     # a constant does not change the optimum, since p adds up to 1; without it the scale is that of the differences
     linear_G, slopes = linear_G - linear_G.mean(), slopes - (slopes.mean() if slopes.size else 0.0)
-    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes))
-    scale = scale if scale > 0 else 1.0
-    size = n if problem.distance is None else 2 * n
-    quadratic = sparse.csc_matrix((size + slopes.size, size + slopes.size))
-    cost = np.zeros(size + slopes.size)
-    cost[:n], cost[size:] = -linear_G / scale, -slopes / scale  # Clarabel minimises x'Px / 2 + q'x, here with P = 0
-    matrix, right, cones = _constraints(problem, n)
-    settings = clarabel.DefaultSettings()
-    settings.verbose = False
-    settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = 1e-10
-    solution = clarabel.DefaultSolver(quadratic, cost, matrix, right, cones, settings).solve()
-    if solution.status not in (clarabel.SolverStatus.Solved, clarabel.SolverStatus.AlmostSolved):
-        raise SettingsError(
-            f"floor, cap, distance: found no mixture that satisfies all of them ({solution.status}); lower a floor, or "
-            "raise a cap or the distance"
-        )
-    return _snap_to_bounds(np.array(solution.x)[:n], problem)
-
-
-def _constraints(problem: MixtureProblem, n: int) -> tuple[sparse.csc_matrix, F64, list[object]]:
-    """Return A, b and cones of the constraints A x + s = b, with s = 0 in the first cone and s >= 0 in the second."""
-    ones_1G, eye = np.ones((1, n)), np.eye(n)
-    matrix = np.concatenate([ones_1G, -eye, eye])
-    right = np.concatenate([[1.0], -problem.low_G, problem.high_G])
+    scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes)) or 1.0
+    n_t = 0 if problem.distance is None else n
+    size = n + n_t + slopes.size
+    eye, total_1x = sparse.eye(n), np.zeros((1, size))
+    total_1x[0, :n] = 1.0
+    equal: list[Any] = [total_1x]
+    equal_to, constraints = [np.ones(1)], dict[str, Any]()
+    bounds = [np.stack([low_G, high_G], axis=1)]
     if problem.distance is not None:
-        # t >= p - current, t >= current - p, sum t <= 2 distance
-        distance_rows = np.block([[eye, -eye], [-eye, -eye], [np.zeros((1, n)), ones_1G]])
-        matrix = np.concatenate([np.pad(matrix, ((0, 0), (0, n))), distance_rows])
-        right = np.concatenate([right, problem.current_G, -problem.current_G, [2.0 * problem.distance]])
-    if problem.segments is None:
-        return sparse.csc_matrix(matrix), right, [clarabel.ZeroConeT(1), clarabel.NonnegativeConeT(len(right) - 1)]
-    width = problem.segments.width_GK
-    # p_g - sum of its filled segments = first knot; 0 <= filled length <= width
-    filled = sparse.eye(width.size)
-    minus_filled = sparse.kron(sparse.eye(n), -np.ones((1, width.shape[1])))
-    select_p = sparse.csc_matrix(np.pad(eye, ((0, 0), (0, matrix.shape[1] - n))))
-    blocks: list[list[Any]] = [
-        [select_p, minus_filled],
-        [sparse.csc_matrix(matrix), None],
-        [None, -filled],
-        [None, filled],
-    ]
-    all_constraints = sparse.csc_matrix(sparse.bmat(blocks))
-    bounds = np.concatenate([problem.segments.knots_GK[:, 0], right, np.zeros(width.size), width.reshape(-1)])
-    return all_constraints, bounds, [clarabel.ZeroConeT(n + 1), clarabel.NonnegativeConeT(len(bounds) - n - 1)]
-
-
-def _snap_to_bounds(p_G: F64, problem: MixtureProblem) -> F64:
-    """Set weights that are close to a bound to it, and rescale the others so that all add up to 1.
-
-    The solution of an interior-point method is strictly inside the bounds.
-    """
-    low, high = problem.low_G, problem.high_G
-    p_G = np.where(p_G - low < BOUND_TOLERANCE, low, np.where(high - p_G < BOUND_TOLERANCE, high, p_G))
-    is_free_G = (p_G > low) & (p_G < high)
-    free_total = 1.0 - p_G[~is_free_G].sum()
-    if is_free_G.any() and p_G[is_free_G].sum() > 0:
-        p_G = p_G.copy()
-        p_G[is_free_G] *= free_total / p_G[is_free_G].sum()
-    return np.clip(p_G, low, high)
+        # p - t <= current, -p - t <= -current, sum t <= 2 distance
+        blocks: list[list[Any]] = [[eye, -eye], [-eye, -eye], [None, np.ones((1, n))]]
+        rows = sparse.bmat(blocks)
+        constraints["A_ub"] = sparse.hstack([rows, sparse.csr_matrix((2 * n + 1, slopes.size))])
+        constraints["b_ub"] = np.concatenate([problem.current_G, -problem.current_G, [2.0 * problem.distance]])
+        bounds.append(np.tile([0.0, np.inf], (n, 1)))
+    if problem.segments is not None:
+        # p_g - sum of its filled segments = first knot; 0 <= filled length <= width
+        width_GK = problem.segments.width_GK
+        filled = sparse.kron(eye, np.ones((1, width_GK.shape[1])))
+        equal.append(sparse.hstack([eye, sparse.csr_matrix((n, n_t)), -filled]))
+        equal_to.append(problem.segments.knots_GK[:, 0])
+        bounds.append(np.stack([np.zeros(width_GK.size), width_GK.reshape(-1)], axis=1))
+    constraints["A_eq"] = sparse.vstack([sparse.csr_matrix(rows) for rows in equal])
+    constraints["b_eq"] = np.concatenate(equal_to)
+    constraints["bounds"] = np.concatenate(bounds)
+    solution: Any = linprog(
+        np.concatenate([-linear_G / scale, np.zeros(n_t), -slopes / scale]),
+        **constraints,
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+    if not solution.success:
+        raise SettingsError(
+            "floor, cap, distance: found no mixture that satisfies all of them; lower a floor, or raise a cap or the "
+            "distance"
+        )
+    return np.asarray(np.clip(solution.x[:n], low_G, high_G))
 
 
 def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:

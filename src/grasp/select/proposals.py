@@ -3,16 +3,14 @@
 Random mixtures are drawn, moved within the bounds and near the range of the runs, and selected by the information that
 a run is expected to yield. Given the joint posterior of the Gaussian process at the candidates (mean m, covariance S),
 observing candidate x changes the posterior means by S_x z / sqrt(S_xx + noise), where S_x is column x of S and z is
-standard normal. The acquisition functions are
+standard normal. The acquisition function is the knowledge gradient, by quadrature:
 
-    best:    E max(m + S_x z / sqrt(S_xx + noise)) - max m, by quadrature (the knowledge gradient)
-    values:  sum_g (d_g' S_x)^2 / (S_xx + noise), the reduction in the variance of the effects d_g' m of the values
+    E max(m + S_x z / sqrt(S_xx + noise)) - max m.
 
-where d_g' m is the prediction for the mean mixture of the runs without value g, minus that for the mean mixture. Each
-further candidate is selected given the posterior after the ones before.
+Each further candidate is selected given the posterior after the ones before.
 
-Shape letters: R runs, S seeds, B mixtures, K selected mixtures, G label values, C candidates, P points of the
-posterior, x candidates that are evaluated.
+Shape letters: R runs, S seeds, B mixtures, K selected mixtures, G label values, C candidates, x
+candidates that are evaluated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +67,6 @@ def propose_runs(
     metric: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
     count: int = 4,
-    decide: str = "best",
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
@@ -86,28 +83,25 @@ def propose_runs(
         runs: imported runs, see `grasp runs import`.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
         count: number of mixtures to propose.
-        decide: goal: best (find the optimal mixture) or values (estimate the effect of each value).
         floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
         cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
         max_repeat: maximum number of times that a row is repeated (requires an artifact).
         train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
             corpus.
         subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
-        artifact: artifact of the corpus; required for `subsets` and `max_repeat`.
+        artifact: artifact of the corpus; required for `subsets` and for `max_repeat`.
     Returns:
         One row per mixture, in the order in which to train them: mixture, gain, and the share of each value.
-        For `best`, gain is the expected increase of the optimum, in the unit of the metric, or in standard deviations
-        over the runs if metrics of different kinds are averaged; for `values` it is the
-        share of the total variance of the effects that the run removes. Notes name exploratory proposals, i.e.
-        mixtures with a low predicted mean or without a prediction.
+        Gain is the expected increase of the optimum, in the unit of the metric, or in standard deviations over the runs
+        if metrics of different kinds are averaged. Notes name exploratory proposals, i.e. mixtures with a low predicted
+        mean or without a prediction.
     Raises:
         SettingsError: no mixture satisfies the floors and caps, one of them is not a share, or the runs are so long
             that some value must be repeated more often than `max_repeat`.
     """
-    if decide not in ("best", "values") or not 1 <= count <= MAX_PROPOSALS:
+    if not 1 <= count <= MAX_PROPOSALS:
         raise SettingsError(
-            f"propose: got decide {decide!r} and {count} runs, expected best or values, and 1 to {MAX_PROPOSALS} runs; "
-            "for more, train these first and import them"
+            f"propose: got {count} runs, expected 1 to {MAX_PROPOSALS}; for more, train these first and import them"
         )
     if artifact is None and subsets is not None:
         raise SettingsError("propose: subsets require the artifact of the corpus; pass --art")
@@ -121,25 +115,20 @@ def propose_runs(
             artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
     share_CG = _candidates(model, *share_bounds(label, values, floor, cap, largest_G), rng)
-    selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, decide, rng)
+    selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
     share_KG = share_CG[selected_K]
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
         _write_as_subsets(model.table, names, share_KG, artifact.files, Path(subsets))
-    if decide == "best":
-        purpose = "find the optimal mixture"
-        gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
-    else:
-        purpose = f"estimate the effect of each {label}"
-        gain = "share of the total variance of the effects of the values that this run removes"
+    gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
     notes += _exploration_notes(model, names, share_KG, share_CG)
     columns = {name: share_KG[:, g] for g, name in enumerate(values)}
     return Proposal(
         pa.table({"mixture": names, "gain": gain_K} | columns),
-        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to {purpose}, in this order, given {n_runs:,} "
-        "runs",
+        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to find the optimal mixture, in this order, "
+        f"given {n_runs:,} runs",
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
@@ -276,33 +265,28 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
 
 
 def most_informative(
-    gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, decide: str, rng: np.random.Generator
+    gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, rng: np.random.Generator
 ) -> tuple[list[int], list[float]]:
-    """Select candidates greedily by an acquisition function, see the docstring of this module.
+    """Select candidates greedily by the knowledge gradient, see the docstring of this module.
 
     Args:
         candidates: features of the candidate mixtures.
-        decide: acquisition function, best or values.
 
     Returns:
         Indices of the selected candidates, in order, and the value of the acquisition function of each; fewer than
         `count` if no other is above zero.
     """
     n = len(candidates)
-    points = candidates if decide == "best" else _with_effect_points(gaussian_process, candidates)
-    mean_P, covariance_PP, noise = gaussian_process.joint_posterior(points, -1)
-    mean_C, std_C = mean_P[:n], np.sqrt(np.maximum(np.diag(covariance_PP)[:n], 0.0))
+    mean_C, covariance_CC, noise = gaussian_process.joint_posterior(candidates, -1)
+    std_C = np.sqrt(np.maximum(np.diag(covariance_CC), 0.0))
     promising = np.argsort(-(mean_C + 2 * std_C))[: EVALUATED_CANDIDATES // 2]
     evaluated = np.unique(np.concatenate([promising, rng.permutation(n)[: EVALUATED_CANDIDATES // 2]]))
     selected: list[int] = []
     gains: list[float] = []
     for _ in range(min(count, len(evaluated))):
         # change of the posterior means by one standard deviation of the observation at each candidate
-        step_Px = covariance_PP[:, evaluated] / np.sqrt(np.maximum(np.diag(covariance_PP)[evaluated], 0.0) + noise)
-        if decide == "best":
-            gain_x = _knowledge_gradient(mean_C, step_Px[:n])
-        else:
-            gain_x = _variance_reduction(covariance_PP[n:, n:], step_Px[n:])
+        step_Cx = covariance_CC[:, evaluated] / np.sqrt(np.maximum(np.diag(covariance_CC)[evaluated], 0.0) + noise)
+        gain_x = _knowledge_gradient(mean_C, step_Cx)
         gain_x[np.isin(evaluated, selected)] = -np.inf
         x = int(np.lexsort((mean_C[evaluated], gain_x))[-1])  # of equal gains, the one with the best prediction
         if selected and gain_x[x] <= 0:
@@ -310,21 +294,8 @@ def most_informative(
         selected.append(int(evaluated[x]))
         gains.append(float(gain_x[x]))
         # posterior covariance after observing x: a rank-one update
-        covariance_PP = covariance_PP - np.outer(step_Px[:, x], step_Px[:, x])
+        covariance_CC = covariance_CC - np.outer(step_Cx[:, x], step_Cx[:, x])
     return selected, gains
-
-
-def _with_effect_points(gaussian_process: GaussianProcess, candidates: SubsetFeatures) -> SubsetFeatures:
-    """Append the points whose differences are the effects of the values.
-
-    These are the mean mixture of the runs without each value, and last the mean mixture itself.
-    """
-    mean_G = gaussian_process.runs.share_BG.mean(axis=0)
-    without_GG = np.where(np.eye(len(mean_G), dtype=bool), 0.0, mean_G)
-    share_BG = np.concatenate([without_GG / without_GG.sum(axis=1, keepdims=True), mean_G[None]])
-    return SubsetFeatures.concatenate(
-        [candidates, SubsetFeatures.from_shares(share_BG, candidates.relevance_BT.shape[1])]
-    )
 
 
 def _knowledge_gradient(mean_C: F64, step_Cx: F64) -> F64:
@@ -338,17 +309,3 @@ def _knowledge_gradient(mean_C: F64, step_Cx: F64) -> F64:
     # E max - max cancels; differences within rounding error count as 0
     rounding = 4 * QUADRATURE_NODES * np.finfo(float).eps * np.abs(mean_C).max()
     return np.where(gain_x > rounding, gain_x, 0.0)
-
-
-def _variance_reduction(covariance_PP: F64, step_Px: F64) -> F64:
-    """Return the share of the total variance of the effects of the values that each candidate removes, (x,).
-
-    Args:
-        covariance_PP: posterior covariance at the points of `_with_effect_points`.
-        step_Px: steps of their posterior means.
-    """
-    effect_Gx = step_Px[:-1] - step_Px[-1]
-    # Var(a - b) = Var(a) + Var(b) - 2 Cov(a, b), where b is the mean mixture
-    variance_G = np.diag(covariance_PP)[:-1] + covariance_PP[-1, -1] - 2 * covariance_PP[:-1, -1]
-    total_variance = float(np.maximum(variance_G, 0.0).sum())
-    return np.asarray((effect_Gx**2).sum(axis=0) / max(total_variance, np.finfo(float).tiny))
