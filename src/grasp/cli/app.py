@@ -3,8 +3,8 @@
 Most commands call a public function of the same name. The decorator `command` turns the arguments of that function into
 options of the command, with help texts from its docstring (see `grasp.signatures`), so both have one documentation.
 
-`--help` groups commands by task and lists rarely used options under "More options". Help is plain text, the same on a terminal and in a pipe. Commands import heavy modules in
-their bodies, so that help is fast. Start with `command`.
+`--help` groups commands by task and lists rarely used options under "More options". Help is plain text, the same on a
+terminal and in a pipe. Commands import heavy modules in their bodies, so that help is fast. Start with `command`.
 """
 
 import inspect

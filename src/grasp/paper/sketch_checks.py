@@ -72,7 +72,7 @@ class ExactKernels:
         positions = _scaled(whitener, batch.hidden_PH.float().cpu().numpy(), features.residual_PV)
         summary_of_positions = _scaled(whitener, features.hidden_NH, features.residual_NV)
         hidden_NN, residual_NN = gram_matrices(*summary)
-        product_NN = position_gram(*positions, row_P, len(features.row_index))
+        product_NN = position_gram(*positions, row_P, features.batch.n_rows)
         gram_NN = {"hidden": hidden_NN, "residual": residual_NN, "product": product_NN}
         return cls(gram_NN, rank_one_share(*positions, row_P, *summary_of_positions))
 
