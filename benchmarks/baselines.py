@@ -17,13 +17,13 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.datainf import layer_norms, precondition
+from grasp.baselines.datainf import precondition
 from grasp.baselines.gradients.curvature import (
     Basis,
     Fisher,
@@ -35,7 +35,7 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.method_settings import PAPER_LAYERS
-from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products
+from grasp.baselines.gradients.whole import UnitGradients, inner_products
 from grasp.baselines.less import adam_update
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample
@@ -61,9 +61,6 @@ class World:
 
     def engine(self, *layers: str) -> PerExample:
         return PerExample(self.model, choose_layers(self.model, layers))
-
-    def sizes(self) -> Sizes:
-        return Sizes.from_counts(len(self.rows[0].input_ids), self.units)
 
 
 def make_world(options: argparse.Namespace) -> World:
@@ -118,34 +115,29 @@ def batches(world: World, rows: Rows) -> list[torch.Tensor]:
 
 def projected(world: World, width: int, *layers: str, adam: bool = False) -> Score:
     engine = world.engine(*layers)
-    transform = None
+    featurizer = Featurizer.with_projection(engine, width, seed=0, tokens=len(world.rows[0].input_ids))
+    featurizer.features(world.units)
     if adam:
         moments = [torch.rand(block.left, block.right) for block in engine.layers.blocks]
-        transform = adam_update(moments, moments, (0.9, 0.99))
-    featurizer = Featurizer.with_projection(
-        engine, width, seed=0, tokens=len(world.rows[0].input_ids), transform=transform
-    )
-    featurizer.features(world.units)
+        featurizer = replace(featurizer, transform=adam_update(moments, moments, (0.9, 0.99)))
     return featurizer.features
 
 
 def exact(world: World, *layers: str, curvature: str = "none") -> Score:
     engine = world.engine(*layers)
-    whole = curvature in ("ekfac", "datainf")
-    dense = [whole or choose_dense(block, world.sizes()) for block in engine.layers.blocks]
-    queries = Queries.collect(engine, world.units, dense)
+    units = UnitGradients.collect(engine, world.units)
     fisher = Fisher(world.rows[:FISHER_ROWS], None)
     if curvature == "datainf":
-        precondition(queries, list(fisher.rows), layer_norms(engine, list(fisher.rows)), 0.1)
+        precondition(units, list(fisher.rows), 0.1)
     elif curvature != "none":
         factors = second_moments(engine, fisher, 2048)
         if curvature == "kfac":
-            apply_kfac(queries, factors, 0.1)
+            apply_kfac(units, factors, 0.1)
         else:
             bases = [Basis.from_factors(factor) for factor in factors]
-            apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
+            apply_ekfac(units, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
     norms = curvature == "none"
-    return lambda rows: exact_products(queries, rows, norms=norms)
+    return lambda rows: inner_products(units, rows, norms=norms)
 
 
 CASES: dict[str, Callable[[World], Score]] = {
@@ -157,9 +149,9 @@ CASES: dict[str, Callable[[World], Score]] = {
     "trak: 512, all": lambda world: projected(world, 512, "all"),
     "less with Adam: 128, all": lambda world: projected(world, 128, "all", adam=True),
     "tracin exact: last block + norm": lambda world: exact(world, *PAPER_LAYERS),
-    "grad_cos exact: head": lambda world: exact(world, "head"),
-    "grad_cos exact: embedding": lambda world: exact(world, "embedding"),
-    "grad_cos exact: all": lambda world: exact(world, "all"),
+    "tracin exact: head": lambda world: exact(world, "head"),
+    "tracin exact: embedding": lambda world: exact(world, "embedding"),
+    "tracin exact: all": lambda world: exact(world, "all"),
     "datainf exact: last block + norm": lambda world: exact(world, *PAPER_LAYERS, curvature="datainf"),
     "influence kfac: head": lambda world: exact(world, "head", curvature="kfac"),
     "influence ekfac: body": lambda world: exact(world, "body", curvature="ekfac"),

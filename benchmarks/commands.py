@@ -24,7 +24,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 
-from experiments.finetune.training import prepare_model
+from experiments.worlds.training import prepare_model
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"

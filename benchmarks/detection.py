@@ -2,9 +2,9 @@
 
     python benchmarks/detection.py --rows 1_000_000 --units 128 --out bench-out/detection.json
 
-Rows lie round the centres of clusters, and so do units; a row's label is its cluster's, but for a planted hundredth of
-the rows, which have another one and lower relevance. The artifact is written first, and kept beside the result for the
-next run; each command is a process of its own, so that its peak is not that of the writing.
+Rows, which stand for images, lie round the centres of clusters, and so do units; a row's class is its cluster's, but
+for a planted hundredth of the rows, which have another one and lower relevance. The artifact is written first, and kept
+beside the result for the next run; each command is a process of its own, so that its peak is not that of the writing.
 Shape letters: N rows of a shard, C clusters, E units.
 """
 
@@ -24,10 +24,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 
 CLUSTERS, TOPICS, WIDTH, SHARD_ROWS = 400, 40, 64, 16_384
 PLANTED = 0.01
-QUERIES = {
-    "relevance": [],
-    "with labels": ["--label", "topic", "--truth", "planted"],
-}
+QUERIES = {"with labels": ["--truth", "planted"]}
 
 
 def write_artifact(path: Path, n_rows: int, n_units: int) -> None:
@@ -47,9 +44,13 @@ def write_artifact(path: Path, n_rows: int, n_units: int) -> None:
             start, stop = writer.grid.bounds(k)
             arrays, rows = shard(rng, centres_CD, worth_CE, start, stop)
             writer.write_shard(k, arrays, rows, {})
-        texts = [f"Question {e}:" for e in range(n_units)]
-        units = {"unit_id": texts, "target": ["sciq"] * n_units, "prompt": texts, "completion": [" yes"] * n_units}
-        writer.finish(manifest={"settings": {"features": {}}}, moments={}, units=pa.table(units))
+        texts = [f"image {e}, 1 x 1 pixels" for e in range(n_units)]
+        units = {"unit_id": texts, "target": ["trusted"] * n_units, "prompt": texts, "completion": ["t0"] * n_units}
+        writer.finish(
+            manifest={"settings": {"features": {}}, "details": {"reader": "classifier"}},
+            moments={},
+            units=pa.table(units),
+        )
 
 
 def shard(
@@ -71,9 +72,10 @@ def shard(
             "row_id": [f"r{i}" for i in range(start, stop)],
             "doc_id": [f"d{i}" for i in range(start, stop)],
             "loss": np.ones(n_rows, dtype=np.float32),
-            "snippet": [f"text of row {i}" for i in range(start, stop)],
+            "snippet": [f"image {i}" for i in range(start, stop)],
             "n_tokens": pa.array(np.full(n_rows, 100), pa.int32()),
-            "topic": [f"t{t}" for t in topic_N],
+            "image_class": [f"t{t}" for t in topic_N],
+            "image_hash": [f"h{i}" for i in range(start, stop)],
             "planted": planted_N,
         }
     )
@@ -82,7 +84,7 @@ def shard(
 
 def measured(art: Path, options: list[str], out: Path) -> dict[str, Any]:
     """One `grasp detect`: wall seconds, seconds of processor, peak of resident memory, and what it said."""
-    command = [sys.executable, "-m", "grasp", "detect", str(art), "--target", "sciq", "--top", "0"]
+    command = [sys.executable, "-m", "grasp", "detect", str(art), "--target", "trusted", "--top", "0"]
     log = out.with_suffix(".txt")
     began = time.perf_counter()
     with (

@@ -1,4 +1,4 @@
-"""What a GPU gives: build, stacked retraining, and that its numbers are those of a CPU.
+"""What a GPU gives: a build, and that its numbers are those of a CPU.
 
     python benchmarks/gpu.py --out bench-out/gpu.json                    # a few minutes on one GPU
     python benchmarks/gpu.py --device cpu --small                        # a smoke test of this script, no figures
@@ -10,7 +10,6 @@ One run measures, each beside the limit of the same run:
               matrix product of the same kind (bfloat16) its operations are
     agree     the artifact of a GPU in float32 beside that of a CPU, by array: largest difference over the largest
               entry
-    stacked   seconds a model of the recipe `tiny` when 32 train at once, over one at a time
 
 Everything runs through the package: nothing here is only for the benchmark. GPU work ends before a clock is read.
 """
@@ -31,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from build import Clock, bare
-from retrain import finish, random_rows, seconds_a_step
+from retrain import finish
 from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
@@ -57,13 +56,11 @@ class Sizes:
     subsets: int
     sweep_rows: int
     block: int
-    models: int
-    steps: int
     agree_rows: int
 
 
-FULL = Sizes(4096, 2048, UNITS, 65_536, 100_000, 1_000_000, 1_000, 32, 60, 32)
-SMALL = Sizes(6, 64, 8, 256, 40, 5_000, 20, 2, 2, 4)
+FULL = Sizes(4096, 2048, UNITS, 65_536, 100_000, 1_000_000, 1_000, 32)
+SMALL = Sizes(6, 64, 8, 256, 40, 5_000, 20, 4)
 
 
 def write_world(root: Path, sizes: Sizes, *, small: bool) -> None:
@@ -188,23 +185,9 @@ def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     return {"arrays": result, "tolerance": TOLERANCE, "within": max(result.values()) <= TOLERANCE}
 
 
-def stacked(sizes: Sizes, device: str) -> dict[str, float]:
-    """Seconds a model of `tiny`, one at a time and `sizes.models` at once."""
-    recipe = named_recipe("tiny")
-    rows = random_rows(recipe, 10_000)
-    single_s, stacked_s = (seconds_a_step(recipe, rows, k, sizes.steps, device) for k in (1, sizes.models))
-    return {
-        "models": sizes.models,
-        "one_s_a_model": single_s * recipe.steps,
-        "many_s_a_model": stacked_s * recipe.steps / sizes.models,
-        "gain": single_s * sizes.models / stacked_s,
-    }
-
-
 PARTS: dict[str, Callable[[Path, Sizes, str], dict[str, Any]]] = {
     "build": time_build,
     "agree": agreement,
-    "stacked": lambda root, sizes, device: stacked(sizes, device),
 }
 
 
@@ -221,11 +204,6 @@ def table(result: dict[str, Any]) -> str:
         worst = max(part["arrays"], key=part["arrays"].get)
         verdict = "within" if part["within"] else "NOT within"
         lines.append(f"agree   {verdict} tolerance: {worst} {part['arrays'][worst]:.1e} (of {TOLERANCE:.0e})")
-    if part := result.get("stacked"):
-        lines.append(
-            f"stacked {part['models']} models at once: {part['many_s_a_model']:.2f} s a model, one "
-            f"{part['one_s_a_model']:.2f} s, {part['gain']:.1f} x (aim: 8 x)"
-        )
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.corpus.row_store import TokenRows
 from grasp.seeds import stream
 from grasp.targets.units import UnitTokens
-from grasp.training.fine_tuning import FineTuning
+from grasp.training.adamw import AdamWTraining
 from grasp.training.metagradient import MetagradientSettings, Target, metagradient
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.trajectory import Trajectory
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace, targets: int) -> dict[str, float]:
     any_rows: Any = rows
     before, begun = peak_bytes(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="grasp-replay-") as place:
-        training = FineTuning(model, recipe)
+        training = AdamWTraining(model, recipe)
         parameters = training.n_parameters
         where, memory_bytes = (Path(place), 1) if targets else (None, 1 << 40)
         trajectory = Trajectory(training, any_rows, list(draws), directory=where, memory_bytes=memory_bytes)

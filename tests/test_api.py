@@ -18,7 +18,6 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grasp
-from grasp.vision.detect import detect
 from tests.cli.grasp_command import assert_same_arrays, refused, succeed
 
 
@@ -113,10 +112,6 @@ def test_the_report_of_the_command_equals_that_of_the_function(art, tmp_path):
             ("score", "--target", "facts", "--top", 3, "--bottom", 2),
         ),
         (lambda opened: opened.mix("topic", "facts"), ("mix", "--by", "topic", "--target", "facts")),
-        (
-            lambda opened: detect(opened.files, "facts", label="topic"),
-            ("detect", "--target", "facts", "--label", "topic"),
-        ),
     ],
 )
 def test_a_function_returns_the_table_that_its_command_writes(art, tmp_path, ask, command):

@@ -60,8 +60,8 @@ class Twice(RegisteredProtocol):
     def parse(cls, settings, location):
         return validated(cls, settings, location, ProtocolError) if "factor" in settings else None
 
-    def bind(self, artifact, units, *, sketches, per_unit, components):
-        predictor = assemble_predictor(artifact, self, units, per_unit=per_unit, components=components)
+    def bind(self, artifact, units, *, sketches, per_unit):
+        predictor = assemble_predictor(artifact, self, units, per_unit=per_unit)
         return replace(predictor, unit=f"{self.factor:g} effect sizes")
 
 

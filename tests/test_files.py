@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ import pytest
 from grasp.errors import SettingsError
 from grasp.files import (
     MAX_NAME_BYTES,
-    PART_SUFFIX,
-    STALE_SECONDS,
     UNSIGNED,
     atomic_path,
     check_outputs,
@@ -69,23 +66,6 @@ def test_two_writers_never_share_a_temporary_file_and_long_names_are_possible(tm
     assert len(temporary_path(path).name.encode()) <= MAX_NAME_BYTES + 39
     write_atomically(path, b"x")
     assert path.read_bytes() == b"x"
-
-
-def test_temporary_files_of_killed_writers_are_removed_after_a_day(tmp_path):
-    path = tmp_path / "a[1].txt"
-    old, old_directory, young = (temporary_path(path) for _ in range(3))
-    for part in (old, young):
-        part.write_text("cut off")
-    old_directory.mkdir()
-    (old_directory / "one").write_text("1")
-    other = tmp_path / f".b.{'0' * 32}{PART_SUFFIX}"
-    other.write_text("of another file")
-    for part in (old, old_directory, other):
-        long_ago = time.time() - STALE_SECONDS - 60
-        os.utime(part, (long_ago, long_ago))
-    with atomic_path(path) as part:
-        part.write_text("whole")
-    assert names(tmp_path) == sorted([young.name, other.name, path.name])
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from grasp.artifact.reader import ArtifactReader
 from grasp.models.unit_loss import evaluate_units
 from grasp.pipeline.pipeline import build_artifact
-from grasp.training.train import train, train_in_memory
+from grasp.training.train import train
 from tests.models.toy import RECIPE, corpus, units
 from tests.pipeline.world import EVERY, world
 
@@ -31,8 +31,8 @@ def test_training_on_a_gpu_equals_that_on_a_cpu():
 
 def test_low_precision_stays_close():
     recipe = RECIPE.model_copy(update={"cuda_autocast": True})
-    low = train_in_memory(recipe, ROWS, seed=5, device="cuda").model.unit_losses(units())
-    full = train_in_memory(recipe, ROWS, seed=5).model.unit_losses(units())
+    low = evaluate_units(train(recipe, ROWS, seed=5, device="cuda").model, units())
+    full = evaluate_units(train(recipe, ROWS, seed=5).model, units())
     np.testing.assert_allclose(low, full, atol=0.05)
 
 

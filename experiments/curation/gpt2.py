@@ -28,7 +28,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.training.recipe import TrainingRecipe
-from grasp.training.row_order import batch_order, label_weights, relative_weights, token_batches
+from grasp.training.row_order import batch_order, relative_weights, token_batches
 
 NAME = "gpt2"
 
@@ -68,10 +68,10 @@ def train_gpt2(
     frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
     order = batch_order(frequency_N, seed=seed, batch_rows=recipe.batch_rows, first_step=0, last_step=recipe.steps)
     shape = recipe.shape
-    batches = token_batches(rows, [order], steps=recipe.steps, context=shape.context, vocab_size=shape.vocab_size)
+    batches = token_batches(rows, order, context=shape.context, vocab_size=shape.vocab_size)
     for step, batch in enumerate(batches):
-        ids_BL = torch.from_numpy(batch.ids_KBL[0])
-        weight_BL = torch.from_numpy(label_weights(batch)[0])
+        ids_BL = torch.from_numpy(batch.ids_BL)
+        weight_BL = torch.from_numpy(batch.weight_BL).float()
         logits_BLV = model(input_ids=ids_BL).logits
         # position t predicts token t + 1; the last position has weight 0, so what it is paired with is idle
         losses = F.cross_entropy(logits_BLV.flatten(0, 1), ids_BL.roll(-1, dims=1).flatten(), reduction="none")

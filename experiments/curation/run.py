@@ -32,7 +32,7 @@ from experiments.curation.gpt2 import NAME as GPT2
 from experiments.curation.gpt2 import fill_gpt2, reference
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import write_atomically

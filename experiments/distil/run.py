@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from experiments.curation.choices import ADDITIVE, BM25, RANDOM, Chooser, SelectionRequest, best_rows
 from experiments.curation.setting import Settings, World
 from experiments.curation.table import Reading, as_text, lines
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
 from grasp.files import write_atomically

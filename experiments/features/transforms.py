@@ -103,9 +103,9 @@ def main() -> None:
     args = parser.parse_args()
     artifact, environment = ArtifactReader.open(args.artifact), RetrainedRuns.open(args.runs)
     development = Development.from_runs(
-        environment, [artifact], targets=args.targets.split(",")
+        environment, artifact, targets=args.targets.split(",")
     )  # refuses what is held out
-    (scored,) = development.variants.values()
+    scored = development.predictor
     mean_BN = np.concatenate([block.weights_BN.toarray() for block in scored.blocks])
     mean_BN /= mean_BN.sum(axis=1, keepdims=True)
     mine = {name: known for known, name in scored.run_targets.items()}

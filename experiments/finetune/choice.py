@@ -19,8 +19,7 @@ import torch
 from scipy.stats import norm
 
 from experiments.finetune.compare import share_of_top_row
-from experiments.finetune.evaluate import Method, agreement, compare
-from experiments.finetune.run import FOLDER
+from experiments.finetune.forward_worlds import World, from_scratch, pretrained
 from experiments.finetune.scores import (
     Sides,
     delta_kernel,
@@ -30,9 +29,10 @@ from experiments.finetune.scores import (
     shift_kernel,
     token_kernel,
 )
-from experiments.finetune.setting import ENVIRONMENTS, NAMES
-from experiments.finetune.worlds import World, from_scratch, pretrained
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.evaluate import Method, agreement, compare
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import ENVIRONMENTS, NAMES
 from grasp.arrays import F64
 from grasp.errors import GraspError
 from grasp.files import write_atomically

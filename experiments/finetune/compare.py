@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import Method, Predictions, compare, noise
+from experiments.finetune.forward_worlds import World, pretrained
 from experiments.finetune.methods import GRADIENTS
-from experiments.finetune.run import FOLDER
 from experiments.finetune.scores import delta_kernel, neighbour_kernel, shift_kernel
-from experiments.finetune.setting import NAMES
-from experiments.finetune.worlds import World, pretrained
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.evaluate import Method, Predictions, compare, noise
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import NAMES
 from grasp.arrays import F64
 from grasp.baselines.oracles import OracleFeatures, ridge_oracle
 from grasp.errors import GraspError

@@ -1,7 +1,7 @@
 """The decision itself: conversations chosen by each method, the model tuned on them, new questions asked.
 
     python -m experiments.finetune.decide chats --data ../shared/data
-    cd experiments/finetune/work
+    cd experiments/worlds/work
     grasp build --train further --model model --corpus chats.jsonl \
         --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
         --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.sample_positions=32768 \
@@ -37,9 +37,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 from experiments.finetune.methods import AS_PUBLISHED, method_scores, warmed_up
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
-from experiments.finetune.training import load_model, prepare_model, train, unit_losses
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import LENGTH, SUBSET_ROWS, row_order, target_settings, write_corpora
+from experiments.worlds.training import load_model, prepare_model, train, unit_losses
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically

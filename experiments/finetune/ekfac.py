@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.finetune.evaluate import Method, compare
-from experiments.finetune.prepare import environments_parser, prepared, write_reports
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import LENGTH, Name, open_corpus, target_settings
-from experiments.finetune.worlds import shares
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.artifacts import shares
+from experiments.worlds.evaluate import Method, compare
+from experiments.worlds.prepare import environments_parser, prepared, write_reports
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import LENGTH, Name, open_corpus, target_settings
 from grasp.arrays import F64
 from grasp.baselines.gradients.curvature import Basis, Fisher, second_moments
 from grasp.kernels.gradient import SampledGradients, by_member
@@ -143,7 +143,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, compare what is missing, write after each."""
-    write_reports(environments_parser("ekfac", __doc__).parse_args(arguments), report)
+    write_reports(environments_parser("finetune.ekfac", __doc__).parse_args(arguments), report)
 
 
 if __name__ == "__main__":

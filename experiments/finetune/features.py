@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
-from experiments.finetune.training import padded
+from experiments.worlds.training import padded
 from grasp.arrays import F32
 from grasp.models.causal_lm import batches
 from grasp.models.residuals import SparseResidual, sparse_residual

@@ -15,28 +15,22 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 from scipy.stats import norm
 
-from experiments.finetune.evaluate import Method, agreements, noise, records
-from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
-from experiments.finetune.worlds import shares
-from experiments.kernel_names import KERNEL_OF
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.artifacts import FEATURES, FORWARD, artifact_of, relevance, shares
+from experiments.worlds.evaluate import Method, agreements, noise, records
+from experiments.worlds.prepare import environments_parser, model_directory, prepared
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import ENVIRONMENTS, Name, open_corpus
 from grasp.arrays import F64
 from grasp.artifact.manifest import LOSS_TOKENS
-from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.files import write_atomically
 from grasp.paper.agreement import standard_errors
 from grasp.runs.retrained import RetrainedRuns
 
-FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them
 SHIPPED_BEFORE = "token + input + shift + tilt"
-FEATURES = {"kernels": ("gradient", *(KERNEL_OF[name] for name in FORWARD), "hidden_sketch", "residual_sketch")}
 DELTA = 0.05
 WEIGHTS = {".125": 0.125, ".25": 0.25, ".5": 0.5}
 RESAMPLES = 400
@@ -70,11 +64,6 @@ def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
         whole = tuple(kernel_NE * tokens_N[:, None] for kernel_NE in others)
         out[f"gradient + .25 of {kernel_names}, whole loss too"] = weighted_sum(0.25, *whole)
     return out
-
-
-def relevance(artifact: ArtifactReader, kernel: str, columns: NDArray[np.int64]) -> F64:
-    blocks = artifact.array_blocks(artifact.relevance_name(KERNEL_OF.get(kernel, kernel)), columns=columns)
-    return np.concatenate([block for _, block in blocks]).astype(np.float64)
 
 
 def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str, F64]]:
@@ -131,7 +120,7 @@ def together(names: Sequence[Name], figures: Sequence[dict[str, F64]]) -> list[d
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
-    args = environments_parser("further", __doc__).parse_args(arguments)
+    args = environments_parser("finetune.further", __doc__).parse_args(arguments)
     if len(args.names) > 1 and "held-out" in {ENVIRONMENTS[name].role for name in args.names}:
         raise GraspError(f"{', '.join(args.names)}: one of them is held out, expected it alone")
     reports, figures = zip(*(report(name, args.data, args.work) for name in args.names), strict=True)

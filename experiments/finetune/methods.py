@@ -11,40 +11,31 @@ the end of a warm-up: 12 steps on 96 rows that are drawn from the corpus, with t
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.prepare import model_directory, prepared
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import (
+from experiments.worlds.artifacts import artifact_of
+from experiments.worlds.prepare import model_directory, prepared
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import (
     ENVIRONMENTS,
-    LENGTH,
     NAMES,
-    Corpus,
     Name,
-    Rows,
-    corpus_settings,
     open_corpus,
-    target_settings,
-    write_parquet,
 )
-from experiments.finetune.training import SHORT, Recipe, load_model, train
+from experiments.worlds.training import SHORT, Recipe, load_model, train
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.methods.registry import configure_methods, score_artifact
-from grasp.models.build_source import BuildSource
 from grasp.models.tokenizer import HfTokenizer
-from grasp.pipeline.build import build
 from grasp.seeds import stream
 
 LAST_BLOCK = ["block:-1", "final_norm"]
@@ -115,62 +106,6 @@ def warmed_up(
     (part / "trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
     part.replace(directory)
     return directory
-
-
-POOLED = {"rule": "paper"}  # methods read rows and units; our kernels are made in `scores`
-
-
-def artifact_of(
-    name: Name,
-    work: Path,
-    start: Path,
-    tokenizer: HfTokenizer,
-    features: Mapping[str, Any] = POOLED,
-    batch_tokens: int = 1024,
-    out: str = "artifact",
-) -> ArtifactReader:
-    """Of the same rows and units as the runs; environments of the same rows share it."""
-    kind = ENVIRONMENTS[name]
-    dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
-    trained_on = open_corpus(name, work, tokenizer)
-    settings: dict[str, Any] = {
-        "model": {"path": str(start), "dtype": dtype, "batch_tokens": batch_tokens, "threads": 1},
-        "corpus": corpus_settings(name, work).model_dump(exclude_unset=True),
-        "targets": target_settings(name, work).model_dump(exclude_unset=True),
-        "train": "further",
-        "features": dict(features),
-    }
-    if kind.label == "group":
-        texts, settings["model"]["tokenizer"] = write_cut(kind.rows, work, trained_on, tokenizer)
-        parts = {"prompt": "{prompt}", "completion": "{completion}"}
-        settings["corpus"] = {"path": str(texts), "max_length": LENGTH} | parts
-    artifact = build(out=work / f"{kind.rows}-{out}", settings=settings)
-    rows = BuildSource(artifact).rows.rows(np.arange(artifact.n_rows))
-    for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
-        same = len(ids) - 2  # cut text may end in other tokens: of one row in 380, two line breaks become one
-        assert np.array_equal(rows.ids(i)[:same], ids[:same])
-        mask = rows.mask(i)
-        assert mask is None or np.array_equal(np.flatnonzero(mask), np.arange(first, len(rows.ids(i))))
-    return artifact
-
-
-def write_cut(rows: Rows, work: Path, corpus: Corpus, tokenizer: HfTokenizer) -> tuple[Path, str]:
-    """Prompts and completions cut where the runs cut them, at the end, and a tokenizer that ends no row itself.
-
-    A build would keep the end of a conversation that is longer than a row.
-    """
-    texts, directory = work / f"{rows}-rows.parquet", work / "tokenizer-without-end"
-    if not texts.exists():
-        pieces = [tokenizer.token_texts(row.tolist()) for row in corpus.rows]
-        halves = [(row[:first], row[first:]) for row, first in zip(pieces, corpus.first_N.tolist(), strict=True)]
-        prompt, completion = (["".join(part) for part in parts] for parts in zip(*halves, strict=True))
-        names = pq.read_table(work / f"{rows}.parquet", columns=["doc_id", "group"])
-        table = names.append_column("prompt", pa.array(prompt)).append_column("completion", pa.array(completion))
-        model_tokenizer = AutoTokenizer.from_pretrained(work / "model")
-        model_tokenizer.eos_token = None
-        model_tokenizer.save_pretrained(directory)
-        write_parquet(texts, table)
-    return texts, str(directory)
 
 
 def pretrained_artifact(name: Name, data: Path, work: Path) -> tuple[ArtifactReader, HfTokenizer]:

@@ -15,11 +15,11 @@ from scipy.stats import spearmanr
 
 from experiments.finetune.choice import SHIPPED_AT_FIRST, SUMS, ridged
 from experiments.finetune.compare import share_of_top_row
-from experiments.finetune.run import FOLDER
+from experiments.finetune.forward_worlds import World, pretrained
 from experiments.finetune.scores import Sides, input_kernel, token_kernel
-from experiments.finetune.setting import NAMES
-from experiments.finetune.worlds import World, pretrained
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import NAMES
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.predict.predictor import downweight_negative

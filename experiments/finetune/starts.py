@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetune.evaluate import Method, compare, noise
-from experiments.finetune.further import FEATURES, relevance
-from experiments.finetune.methods import artifact_of, warmed_up
-from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
-from experiments.finetune.worlds import shares
-from experiments.mistakes import in_one_line
+from experiments.finetune.methods import warmed_up
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.artifacts import FEATURES, artifact_of, relevance, shares
+from experiments.worlds.evaluate import Method, compare, noise
+from experiments.worlds.prepare import environments_parser, model_directory, prepared
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import ENVIRONMENTS, Name, open_corpus
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
@@ -85,7 +84,7 @@ def report(name: Name, starts: Sequence[str], data: Path, work: Path) -> dict[st
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build, compare, write."""
-    parser = environments_parser("starts", __doc__)
+    parser = environments_parser("finetune.starts", __doc__)
     parser.add_argument("--starts", default=",".join(STARTS), help="Some of them, separated by commas.")
     args = parser.parse_args(arguments)
     reports = [report(name, args.starts.split(","), args.data, args.work) for name in args.names]

@@ -136,7 +136,7 @@ def main() -> None:
     text = put(text, "further", in_columns(further, FORMS, "mean LDS / task rho"))
     text = put(text, "ekfac", in_columns(read("ekfac")["environments"], EKFAC, "mean LDS / task rho"))
     text = put(text, "width", widths(read("width")))
-    text = put(text, "beside", runs_table(read("beside")["environments"]))
+    text = put(text, "with_runs", runs_table(read("with_runs")["environments"]))
     by_start = read("starts")["environments"]
     for name, some in (("adapter", by_start[:1]), ("starts", by_start[1:])):
         text = put(text, name, in_columns(some, STARTS, "gradients of"))

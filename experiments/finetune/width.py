@@ -28,12 +28,12 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import Method, compare
-from experiments.finetune.prepare import prepared
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import LENGTH, NAMES, Name, open_corpus, target_settings
-from experiments.finetune.worlds import shares
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.artifacts import shares
+from experiments.worlds.evaluate import Method, compare
+from experiments.worlds.prepare import prepared
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import LENGTH, NAMES, Name, open_corpus, target_settings
 from grasp.arrays import F32, F64
 from grasp.files import write_atomically
 from grasp.kernels.gradient import CoordinateSample, SampledGradients, gradient_preconditioner

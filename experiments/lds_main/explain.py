@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically

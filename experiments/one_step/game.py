@@ -6,7 +6,7 @@ of each unit.
 
 The validation loss is the mean over units; its game is the mean of theirs.
 
-Shape letters: P players, B subsets, E units, K models at once, X left width, Y right width.
+Shape letters: P players, B subsets, E units, X left width, Y right width.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,17 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.sums import EachGradient, Matrices, map_blocks, total_norm
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_sums import (
-    BlockParameters,
-    EachGradient,
-    InnerProducts,
-    Matrices,
-    map_blocks,
-    run_over,
-    total_norm,
-)
+from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample
+from grasp.models.unit_loss import evaluate_units
 from grasp.targets.units import UnitTokens
-from grasp.training.llama import StackedLlama
+from grasp.training.llama import new_llama
 from grasp.training.recipe import TrainingRecipe
 
 RELATIVE_STEP = 1e-4  # of a difference, in units of the norm of the parameters
-MODELS_AT_ONCE = 16
-ALL_TOKENS = 10**9  # of one forward pass: units of a game are few
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +128,20 @@ class StepUtility:
             rate: learning rate eta.
         """
         self._units, self._rate = units, rate
-        self._base = _stacked(recipe, [state])
-        self._players = _stacked(recipe, gradients)
-        self._models = StackedLlama(recipe.shape, MODELS_AT_ONCE, torch.device("cpu"))
-        self._before_E = self._losses(np.zeros((1, len(gradients)), dtype=bool))[0]
+        self._model = new_llama(recipe.shape, seed=0)
+        self._model.load_state_dict(state)
+        self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        self._players = {name: torch.stack([gradient[name] for gradient in gradients]) for name in self._start}
+        self._before_E = self._losses(np.zeros(len(gradients), dtype=bool))
 
     def __call__(self, masks_BP: NDArray[np.bool_]) -> F64:
         """(B, E), nats; positive: the step lowers the unit's loss."""
-        pieces = [self._losses(masks_BP[i : i + MODELS_AT_ONCE]) for i in range(0, len(masks_BP), MODELS_AT_ONCE)]
-        return np.asarray(self._before_E - np.concatenate(pieces))
+        return np.asarray(self._before_E - np.stack([self._losses(mask_P) for mask_P in masks_BP]))
 
-    def _losses(self, masks_BP: NDArray[np.bool_]) -> F64:
-        """Units' losses after the steps of at most `MODELS_AT_ONCE` subsets."""
-        step_KP = torch.zeros(MODELS_AT_ONCE, masks_BP.shape[1])
-        step_KP[: len(masks_BP)] = torch.from_numpy(masks_BP).float().mul_(-self._rate)
+    def _losses(self, mask_P: NDArray[np.bool_]) -> F64:
+        """Units' losses after the step of a subset, (E,)."""
+        step_P = torch.from_numpy(mask_P).float() * -self._rate
         with torch.no_grad():
-            for name, weight in self._models.weights.items():
-                base, players = self._base.weights[name], self._players.weights[name]
-                torch.addmm(base.flatten(1), step_KP, players.flatten(1), out=weight.view(MODELS_AT_ONCE, -1))
-        return np.asarray(self._models.unit_losses(self._units, ALL_TOKENS)[: len(masks_BP)])
-
-
-def _stacked(recipe: TrainingRecipe, states: Sequence[dict[str, torch.Tensor]]) -> StackedLlama:
-    stacked = StackedLlama(recipe.shape, len(states), torch.device("cpu"))
-    for k, state in enumerate(states):
-        stacked.load(k, state)
-    return stacked
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(self._start[name] + torch.tensordot(step_P, self._players[name], dims=1))
+        return evaluate_units(self._model, self._units)

@@ -18,8 +18,8 @@ from scipy.stats import rankdata
 from experiments.one_step.game import Expansion, StepUtility
 from experiments.one_step.predictors import IN_NATS, predictors
 from experiments.one_step.setting import PLAYERS, Case, World, fixed_subsets
+from experiments.one_step.shapley import permutation_shapley
 from grasp.arrays import F64
-from grasp.baselines.shapley import permutation_shapley
 from grasp.files import write_atomically
 
 Arrays = dict[str, F64]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as hf_logging
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.one_step.figure import draw
 from experiments.one_step.measure import Measured, ResultCache, measure, sampling_noise, summary
 from experiments.one_step.predictors import label

@@ -23,7 +23,7 @@ from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets import load_units
 from grasp.targets.units import UnitTokens
-from grasp.training.llama import StackedLlama
+from grasp.training.llama import new_llama
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train
 
@@ -126,9 +126,7 @@ class World:
     def state(self, case: Case) -> dict[str, torch.Tensor]:
         """The weights of a case's model: as drawn, or trained on all rows that do not play."""
         if case.steps == 0:
-            drawn = StackedLlama(self.recipe.shape, 1, torch.device("cpu"))
-            drawn.initialise([case.seed])
-            return drawn.state(0)
+            return new_llama(self.recipe.shape, case.seed).state_dict()
         recipe = self.recipe.model_copy(update={"steps": case.steps, "warmup_steps": min(20, case.steps - 1)})
         retained = np.ones(self.store.n_rows, dtype=bool)
         retained[self._order[: self._n_players]] = False
@@ -141,9 +139,9 @@ class World:
         return ReferenceModel(self._hugging_face(case), self.tokenizer, batch_tokens=4096)
 
     def _hugging_face(self, case: Case) -> LlamaForCausalLM:
-        stacked = StackedLlama(self.recipe.shape, 1, torch.device("cpu"))
-        stacked.load(0, self.state(case))
-        return stacked.to_hf(0)
+        model = new_llama(self.recipe.shape, case.seed)
+        model.load_state_dict(self.state(case))
+        return model
 
     def artifact(self, case: Case) -> ArtifactReader:
         """What GRASP builds for a case's model, of the whole corpus."""

@@ -3,7 +3,7 @@
     python -m experiments.replay.decision small-48 small-192 --data ../shared/data --work WORK \\
         --out experiments/replay/decision.json
 
-The small model of `experiments.finetune` is trained by the recipe of a world on a tenth or three tenths of its 3,000
+The small model of `experiments.worlds` is trained by the recipe of a world on a tenth or three tenths of its 3,000
 documents. These have the highest sums of standardized scores over four targets; `random` is another draw for each seed.
 Scores use 64 questions of a target. The loss is measured on these, and on 128 others of the same targets. WORK has the
 replays of `experiments.replay.run`; interrupted, the same command continues.
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from experiments.finetune.methods import method_scores
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import LENGTH, target_settings
 from experiments.replay.run import default_scores, further_artifact, parse_options, shipped_replay
 from experiments.replay.setting import World
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import LENGTH, target_settings
 from grasp.arrays import F64, I64
 from grasp.files import write_atomically
-from grasp.predict.scoring_rule import REPLAY_WEIGHT
+from grasp.kernel_table import REPLAY_WEIGHT
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.targets import load_units

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import NAMES
-from experiments.finetune.worlds import shares
 from experiments.replay.run import default_scores, predicted, shipped_replay
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import shares
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import NAMES
 from grasp.arrays import F64
 from grasp.files import write_atomically
-from grasp.predict.scoring_rule import REPLAY_WEIGHT
+from grasp.kernel_table import REPLAY_WEIGHT
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures

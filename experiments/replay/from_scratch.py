@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.finetune.worlds import shares
 from experiments.replay.run import Comparison
+from experiments.worlds.artifacts import shares
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.files import discard, write_atomically

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torchopt.pytree import tree_iter
 
-from experiments.finetune.run import FOLDER
-from experiments.finetune.worlds import shares
 from experiments.replay.run import Comparison, added, default_scores, drawn, parse_options
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import shares
+from experiments.worlds.run import FOLDER
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns

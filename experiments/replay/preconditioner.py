@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.finetune.further import FORWARD, forms, relevance
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import Name
-from experiments.finetune.worlds import shares
+from experiments.finetune.further import forms
 from experiments.replay.run import DEFAULT, Comparison, default_scores, further_artifact, parse_options
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import FORWARD, relevance, shares
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import Name
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns
@@ -38,7 +38,8 @@ from grasp.training.hessian_products import curvature_product
 from grasp.training.metagradient import BATCH_TOKENS, examples_of, utility_gradient
 from grasp.training.replayed_rows import standardize_scores
 from grasp.training.row_derivatives import row_derivatives
-from grasp.training.trajectory import StepBatch, Trajectory
+from grasp.training.row_order import TokenBatch
+from grasp.training.trajectory import Trajectory
 
 SAMPLE_STEPS = 48  # batches of the Gauss-Newton matrix
 ITERATIONS = 16
@@ -47,7 +48,7 @@ DAMPINGS = (1.0, 0.1, 0.01, 0.001)  # fractions of the largest eigenvalue
 STATES = ("initial", "middle")
 
 
-def gauss_newton_product(training: AdamWTraining, batches: Sequence[StepBatch], vector: Tensor) -> Tensor:
+def gauss_newton_product(training: AdamWTraining, batches: Sequence[TokenBatch], vector: Tensor) -> Tensor:
     """Multiply the Gauss-Newton matrix, a mean over batches, with a vector, (P,)."""
     direction = split(vector, training)
     total = torch.zeros_like(vector)
@@ -57,7 +58,7 @@ def gauss_newton_product(training: AdamWTraining, batches: Sequence[StepBatch], 
     return total
 
 
-def lanczos(training: AdamWTraining, batches: Sequence[StepBatch], start: Tensor) -> tuple[Tensor, F64]:
+def lanczos(training: AdamWTraining, batches: Sequence[TokenBatch], start: Tensor) -> tuple[Tensor, F64]:
     """Return an orthonormal basis of the Krylov space of the matrix and the start, (K, P), and T, (K, K).
 
     Every new vector is made orthogonal to all others, twice: in float32 the short recurrence loses this.

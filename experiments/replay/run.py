@@ -24,15 +24,14 @@ import torch
 from scipy.stats import spearmanr
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.evaluate import noise
-from experiments.finetune.further import FEATURES, FORWARD, forms, relevance
-from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import model_directory
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import NAMES, Name
-from experiments.finetune.worlds import shares
-from experiments.mistakes import in_one_line
+from experiments.finetune.further import forms
+from experiments.one_line_errors import in_one_line
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import FEATURES, FORWARD, artifact_of, relevance, shares
+from experiments.worlds.evaluate import noise
+from experiments.worlds.prepare import model_directory
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import NAMES, Name
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
@@ -245,7 +244,6 @@ def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
                 "growth_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.growth_K, 12)],
                 "spread_by_twelfth": [round(float(part.mean()), 2) for part in np.array_split(smooth.std_growth_K, 12)],
                 "first_step": smooth.first_step,
-                "left_out": int(replayed.left_out_K.max()),
                 "line": str(smooth),
             }
         )

@@ -1,4 +1,4 @@
-"""Which trainings are replayed: the recipes of `experiments.finetune`, with other orders of all of its rows.
+"""Which trainings are replayed: the recipes of `experiments.worlds`, with other orders of all of its rows.
 
 A run of an environment trains on what its subset keeps; a replay trains on rows of the whole corpus, by the same
 recipe, in an order of its own. Rows that carry loss in part only keep their first token with loss.
@@ -13,19 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
-from experiments.finetune.prepare import prepared
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
-from experiments.finetune.training import WARMUP_STEPS, Recipe
+from experiments.worlds.prepare import prepared
+from experiments.worlds.setting import ENVIRONMENTS, LENGTH, Corpus, Kind, Name, open_corpus, target_settings
+from experiments.worlds.training import WARMUP_STEPS, Recipe
 from grasp.arrays import I64
 from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.models.tokenizer import HfTokenizer
 from grasp.seeds import stream
 from grasp.targets import UnitSet, load_units
 from grasp.training.adamw import AdamWTraining
-from grasp.training.fine_tuning import FineTuning
 from grasp.training.metagradient import Target
-from grasp.training.recipe import RECIPES, OptimizerRecipe, TrainingRecipe
-from grasp.training.train import Trainer
+from grasp.training.recipe import OptimizerRecipe
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,9 @@ class World:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def training(self) -> AdamWTraining:
-        """Begin a training of the model by the recipe of the runs.
-
-        The small model goes through the arrays that it was trained with from scratch, which is faster.
-        """
-        recipe, settings = self.kind.recipe, optimizer_settings(self.kind.recipe)
-        if self.kind.rows == "small":
-            trainer = Trainer(
-                TrainingRecipe(name=recipe.name, shape=RECIPES["tiny"].shape, cuda_autocast=False, **settings),
-                [0],
-                "cpu",
-            )
-            trainer.model.load(0, self._start)
-            return trainer
+        """Begin a training of the model by the recipe of the runs."""
         self.model.load_state_dict(self._start)
-        return FineTuning(self.model, OptimizerRecipe(**settings))
+        return AdamWTraining(self.model, OptimizerRecipe(**optimizer_settings(self.kind.recipe)))
 
     def order(self, seed: int) -> list[NDArray[np.int64]]:
         """Rows of every step: a permutation of all rows, again from the beginning where they do not suffice."""

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.finetune.further import FEATURES, FORWARD, forms, relevance
-from experiments.finetune.methods import artifact_of
-from experiments.finetune.run import FOLDER
-from experiments.finetune.worlds import shares
+from experiments.finetune.further import forms
 from experiments.replay.run import DEFAULT, Comparison, further_artifact, interval, parse_options
 from experiments.replay.setting import World
+from experiments.worlds.artifacts import FEATURES, FORWARD, artifact_of, relevance, shares
+from experiments.worlds.run import FOLDER
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically

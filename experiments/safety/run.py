@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from experiments.safety import ours, setting
+from experiments.safety import grasp_scores, setting
 from experiments.safety.detectors import Onion, prediction_divergence, strip, unanimous, variance
 from experiments.safety.influence import ekfac
 from experiments.safety.setting import FULL, NEGATIVE, TRIGGERS, Case, Question, Row, Size, backdoor, file_backdoor
@@ -156,14 +156,16 @@ class Experiment:
 
     def _grasp(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "grasp")
-        artifact = ours.artifact_of(case, tuned, tuned.checkpoint(work / "checkpoint"), work)
-        score_by_method = ours.relevance(artifact) | ours.others(artifact, label="label" if case.is_backdoor else None)
+        artifact = grasp_scores.artifact_of(case, tuned, tuned.checkpoint(work / "checkpoint"), work)
+        score_by_method = grasp_scores.relevance(artifact) | grasp_scores.others(
+            artifact, label="label" if case.is_backdoor else None
+        )
         shutil.rmtree(work)
         return score_by_method
 
     def _grasp_before(self, case: Case, tuned: Tuned) -> Scores:
         work = _emptied(self.place(case.name) / "grasp before")
-        score_by_kernel = ours.relevance(ours.artifact_of(case, tuned, Path(self.plain.path), work))
+        score_by_kernel = grasp_scores.relevance(grasp_scores.artifact_of(case, tuned, Path(self.plain.path), work))
         shutil.rmtree(work)
         return {f"{name}, before fine-tuning": score_N for name, score_N in score_by_kernel.items()}
 

@@ -23,14 +23,12 @@ import yaml
 from scipy.stats import spearmanr
 
 import grasp
-from experiments.finetune.evaluate import Method, agreements
-from experiments.finetune.further import relevance
-from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import model_directory, prepared
-from experiments.finetune.run import FOLDER as FINETUNE
-from experiments.finetune.setting import NAMES, open_corpus
-from experiments.finetune.worlds import shares
 from experiments.runs.curves import draw, of_environment
+from experiments.worlds.artifacts import artifact_of, relevance, shares
+from experiments.worlds.evaluate import Method, agreements
+from experiments.worlds.prepare import model_directory, prepared
+from experiments.worlds.run import FOLDER as FINETUNE
+from experiments.worlds.setting import NAMES, open_corpus
 from grasp.files import write_atomically
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.runs.retrained import RetrainedRuns

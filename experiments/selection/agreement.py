@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.selection.choices import METHODS, World
 from experiments.selection.run import interval
 from grasp.arrays import F64

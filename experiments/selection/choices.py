@@ -91,7 +91,7 @@ def _perplexity(world: World, target: str, known: I64, draw: int) -> F64:
 
 def _question_texts(world: World, known: I64) -> list[str]:
     units = world.inputs.units.units
-    return [query_text(units[e], "both") for e in known.tolist()]
+    return [query_text(units[e]) for e in known.tolist()]
 
 
 def _dsir(world: World, target: str, known: I64, draw: int) -> F64:

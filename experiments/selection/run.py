@@ -22,13 +22,14 @@ import torch
 from scipy.stats import t as student
 from transformers.utils import logging as hf_logging
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.selection.choices import METHODS, Request, World
 from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import atomic_path, write_atomically
+from grasp.models.unit_loss import evaluate_units
 from grasp.training.recipe import TrainingRecipe, named_recipe
-from grasp.training.train import train_in_memory
+from grasp.training.train import train
 
 RANDOM = "random"
 LEVEL = 0.95
@@ -50,8 +51,8 @@ class Trainer:
             weight_N = np.zeros(self.world.artifact.n_rows)
             weight_N[rows] = 1.0
             inputs = self.world.inputs
-            trained = train_in_memory(self.recipe, inputs.store, seed=seed, retained=weight_N)
-            loss_E = trained.model.unit_losses(inputs.unit_tokens)[0]
+            trained = train(self.recipe, inputs.store, seed=seed, retained=weight_N)
+            loss_E = evaluate_units(trained.model, inputs.unit_tokens)
             with atomic_path(path) as part, part.open("wb") as handle:
                 np.save(handle, loss_E, allow_pickle=False)
         return np.load(path, allow_pickle=False)

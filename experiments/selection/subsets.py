@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.selection.choices import World, predictor_of
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader

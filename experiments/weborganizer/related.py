@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from experiments.curation.setting import held_out_documents
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.weborganizer.retrieval import Recall, retrieve
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore

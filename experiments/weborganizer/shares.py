@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
 from experiments.weborganizer.trends import LabelTrend, label_trends
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelTable

@@ -226,14 +226,14 @@ def _select_and_report(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | No
     say(f"{mixture}\n")
     mixture_json = mixture.save(demo.mixture_path).with_suffix(".json")
     mixture.write_weights(demo.weights_path)
-    say("7. All results on one page, with sliders for your own mixtures.")
+    say("6. All results on one page, with sliders for your own mixtures.")
     report = demo.out / "report.html"
     _command(
         say, "report", path, *runs_options, "--selection", selection_json, "--mixture", mixture_json, "--out", report
     )
     page = art.report(report, runs=runs, selection=selection_json, mixture=mixture_json)
     say(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)\n")
-    say("8. Verify the prediction: train on the selection (or, with subsets=weights.parquet, on the mixture).")
+    say("7. Verify the prediction: train on the selection (or, with subsets=weights.parquet, on the mixture).")
     train_options = (
         "--like",
         path,

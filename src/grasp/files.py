@@ -10,7 +10,6 @@ differences                      list the settings that differ from those of an 
 """
 
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -34,7 +33,6 @@ STANDARD_OUTPUTS = (Path("-"), Path("/dev/stdout"))  # names of standard output
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)  # a full disk, or an exhausted quota
 PART_SUFFIX = ".part"
 MAX_NAME_BYTES = 200  # bytes of a name that its temporary file repeats: file systems accept 255
-STALE_SECONDS = 86_400.0  # age at which a temporary file is assumed to be of a killed process
 UNSIGNED = "0" * 32  # in place of the checksum that JSON contains of itself, when the checksum is computed
 # In JSON with an indent of 1 only a top-level field can match this, since JSON strings hold no line breaks.
 _SIGNATURE = re.compile(rb'^ "checksum": "([0-9a-f]{32})"', re.MULTILINE)
@@ -142,12 +140,8 @@ def kind_of(path: Path) -> str | None:
 
 def temporary_path(path: Path) -> Path:
     """Return a unique temporary name in the directory of `path`, so that two processes never share one."""
-    return path.with_name(f"{_part_prefix(path)}{uuid.uuid4().hex}{PART_SUFFIX}")
-
-
-def _part_prefix(path: Path) -> str:
-    """Return the common prefix of the temporary names of `path`."""
-    return f".{path.name.encode()[:MAX_NAME_BYTES].decode(errors='ignore')}."
+    name = path.name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+    return path.with_name(f".{name}.{uuid.uuid4().hex}{PART_SUFFIX}")
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> "FileEntry":
@@ -158,29 +152,25 @@ def write_atomically(path: Path, data: bytes | memoryview) -> "FileEntry":
     Raises:
         SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
     """
-    with atomic_path(path, remove_stale=False) as part:
+    with atomic_path(path) as part:
         part.write_bytes(data)
     return FileEntry(bytes=memoryview(data).nbytes, checksum=checksum(data))
 
 
 @contextmanager
-def atomic_path(path: Path, *, remove_stale: bool = True) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path, for a file or a directory, that is flushed and renamed to `path` at the end.
 
     If the block fails or is interrupted, the temporary file is removed. If the process is killed, it stays until
-    `remove_parts`, or until the next write to `path` at least a day later.
+    `remove_parts`.
 
     Args:
         path: file or directory to create or replace.
-        remove_stale: remove temporary files of `path` that are older than a day; lists the directory.
     Raises:
         SettingsError: `path` is a device, a pipe or a link, which the rename would replace.
         OSError: the disk is full; the message names `path`, whichever library wrote.
     """
     part = temporary_path(path)
-    if remove_stale:
-        for old_part in path.parent.glob(f"{glob.escape(_part_prefix(path))}*{PART_SUFFIX}"):
-            remove_if_stale(old_part, older_than=STALE_SECONDS)
     if (kind := kind_of(path)) not in ("nothing", "file", "directory"):
         raise SettingsError(f"{path}: is a {kind}; expected the name of a file")
     try:

@@ -13,7 +13,7 @@ import pyarrow.csv as pacsv
 
 from grasp.errors import SettingsError
 from grasp.files import TABLE_SUFFIXES, atomic_path, write_atomically
-from grasp.store.checksummed_parquet import ChecksummedParquetWriter, write_checksummed
+from grasp.store.checksummed_parquet import checksummed_writer, write_checksummed
 from grasp.text import number, plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> i
         write_table(whole, path)
         return int(whole.num_rows)
     lines = 0
-    with atomic_path(path) as part, ChecksummedParquetWriter(part, schema) as writer:
+    with atomic_path(path) as part, checksummed_writer(part, schema) as writer:
         for table in tables:
             writer.write(table)
             lines += table.num_rows

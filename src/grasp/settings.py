@@ -25,6 +25,7 @@ from grasp import entry_points
 from grasp.entry_points import load, names
 from grasp.errors import SettingsError
 from grasp.file_readers import claimed
+from grasp.kernel_table import SKETCHES, WEIGHTS
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
@@ -126,13 +127,8 @@ class CorpusSettings(Settings):
         description="Tokens that carry loss: every turn of the assistant, the last one, or all. null: assistant for "
         "conversations and pairs, all for texts.",
     )
-    ids_column: str = Field("input_ids", description="Column of token ids; used without tokenizing if it exists.")
     row_id_column: str | None = Field(
         None, description='Column of row ids. null: row_id or id, if they exist. "": generate ids.'
-    )
-    doc_id_column: str | None = Field(
-        None,
-        description='Column of document ids. null: doc_id, if it exists, else the column of row ids. "": generate ids.',
     )
     label_paths: tuple[str, ...] = Field(
         (),
@@ -141,11 +137,6 @@ class CorpusSettings(Settings):
     )
     path_labels: bool = Field(
         False, description="Make the labels file and directory, by the place of the file of a record."
-    )
-    packing: Literal["document", "concat"] = Field(
-        "document",
-        description="document: split each document into rows; concat: join documents by EOS and cut into rows of fixed "
-        "length.",
     )
     max_length: int | None = Field(
         None,
@@ -156,13 +147,13 @@ class CorpusSettings(Settings):
     max_rows_per_document: int | None = Field(
         None,
         ge=1,
-        description="Use only the first rows of each document. null: all rows. `document` packing only.",
+        description="Use only the first rows of each document. null: all rows.",
     )
     shortest_end: int | None = Field(
         None,
         ge=1,
         description="Minimum number of tokens of the last row of a document that is split; shorter ones are left out, "
-        "since the relevance of a few tokens is noise. null: max_length / 8. `document` packing only.",
+        "since the relevance of a few tokens is noise. null: max_length / 8.",
     )
     limit: int | None = Field(None, ge=1, description="Maximum number of documents to read.")
     snippet_chars: int = Field(240, ge=0, description="Characters of text stored per row for display; 0: none.")
@@ -220,19 +211,7 @@ class TargetSettings(Settings):
         512, ge=2, description="Maximum length of a unit in tokens; longer prompts lose their beginning."
     )
     seed: int = Field(0, ge=0, description="Seed of the draw of units.")
-    datasets: tuple["DatasetTarget", ...] = Field((), description="Targets read from `datasets` directories.")
     exclude_units: tuple[str, ...] = Field((), description="unit_ids excluded from every target.")
-
-
-class DatasetTarget(Settings):
-    """A target read from a `datasets` directory or hub name."""
-
-    name: str = Field(description="Name of the target.")
-    path: str = Field(description="`datasets` directory on disk, or hub name.")
-    split: str | None = Field(None, description="Split to read. null: the only one.")
-    prompt: str = Field(description="Format string over the columns, e.g. 'Question: {question}\\nAnswer:'.")
-    completion: str = Field(description="Format string over the columns, e.g. ' {correct_answer}'.")
-    unit_id: str | None = Field(None, description="Column of unit ids. null: the position.")
 
 
 class ReaderSettings(Settings):
@@ -350,7 +329,7 @@ class FeatureSettings(Settings):
         description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
         "moments are then those of summaries. null: `positions`. Paper: tail:32.",
     )
-    gradient_coordinates: int | Literal["all"] | None = Field(
+    gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
         description="Approximate number of coordinates of a row's gradient that the gradient kernel uses, the same "
         "share of every matrix of the body. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
@@ -361,12 +340,6 @@ class FeatureSettings(Settings):
         gt=0,
         allow_inf_nan=False,
         description="Damping added to second moments of gradients, in units of their mean over the parameters.",
-    )
-    gradient_memory_mb: int = Field(
-        4096,
-        ge=1,
-        description="Memory for the gradients of units, in MB; larger ones are stored in a file, which is slower but "
-        "gives the same numbers.",
     )
     top_k: int = Field(
         64, ge=1, description="Probabilities stored per residual, in addition to that of the label. Paper: 64."
@@ -415,13 +388,6 @@ class FeatureSettings(Settings):
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
 
-    @field_validator("gradient_coordinates")
-    @classmethod
-    def _validate_coordinates(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"expected all or a positive number, got {value}")
-        return value
-
     @field_validator("alpha")
     @classmethod
     def _validate_alpha(cls, value: float) -> float:
@@ -433,7 +399,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = WEIGHTS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
@@ -446,19 +412,6 @@ class FeatureSettings(Settings):
     def unit_positions(self) -> tuple[str, ...]:
         """Return the positions of a unit that are read: kernels read all, summaries may read fewer."""
         return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
-
-
-# Kernels that the scoring rule reads, by rule and kind of training (None: models of readers).
-_NEW = ("output_layer", "embedding", "knn")
-KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("default", "new"): _NEW,
-    ("forward", "new"): _NEW,
-    ("default", "further"): ("output_layer", "embedding", "gradient"),
-    ("forward", "further"): ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
-    ("default", None): ("output_layer",),
-    ("forward", None): ("output_layer",),
-}
-SKETCHES = ("hidden_sketch", "residual_sketch")  # for redundancy, maps and intervals
 
 
 NO_TARGET = "targets: name at least one, e.g. `sciq`"
@@ -508,10 +461,8 @@ class BuildSettings(Settings):
         shown = ", ".join(sorted(text_kernels))
         refuse(
             {
-                NO_TARGET: not self.targets.names and not self.targets.datasets,
+                NO_TARGET: not self.targets.names,
                 f"features.kernels: got {shown}, which require a language model; remove them": reader and text_kernels,
-                f"targets.datasets: are texts, which model.{reader} does not read; remove": reader
-                and self.targets.datasets,
             }
         )
         return self
@@ -615,13 +566,12 @@ class RetrainSettings(Settings):
         changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
         of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
         of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
-        no_targets = not self.targets.names and not self.targets.datasets
         bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
         without_command = is_new and command is None
         with_command = is_new and command is not None
         refuse(
             {
-                NO_TARGET: no_targets,
+                NO_TARGET: not self.targets.names,
                 f"seeds: expected distinct non-negative integers, got {self.seeds}": bad_seeds,
                 "train: further needs a model; add --model or --like": not is_new and self.model is None,
                 f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,

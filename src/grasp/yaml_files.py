@@ -4,7 +4,7 @@ No other module reads or writes YAML. Settings are nested dictionaries before th
 is its dotted path in them, e.g. `model.classifier.factory`. Start with `validated_yaml`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -202,15 +202,13 @@ def set_settings(data: dict[str, Any], values: Mapping[str, Any]) -> dict[str, A
     return data
 
 
-def require_flags(data: Mapping[str, Any], flags: Mapping[str, Sequence[str]], location: str) -> None:
-    """Check that required settings have a value; `flags` maps an option to the settings of which one must be set.
+def require_flags(data: Mapping[str, Any], flags: Mapping[str, str], location: str) -> None:
+    """Check that required settings have a value; `flags` maps an option to its setting.
 
     Raises:
         SettingsError: options are missing; the message lists them with their settings.
     """
-    missing = [
-        f"{flag} ({paths[0]})" for flag, paths in flags.items() if not any(get_setting(data, path) for path in paths)
-    ]
+    missing = [f"{flag} ({name})" for flag, name in flags.items() if not get_setting(data, name)]
     if missing:
         raise SettingsError(
             f"{location}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config"

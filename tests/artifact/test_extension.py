@@ -74,7 +74,7 @@ def test_refusals_of_an_extension(world, tmp_path):
     with world.open_extension(tmp_path / "art") as extension:
         block = world.new_values[5:10].copy()
         block[3, 1] = np.nan
-        with pytest.raises(ArtifactError, match=r"output_layer: row 8 .*column 1:.*nan"):
+        with pytest.raises(ArtifactError, match=r"output_layer: row 8, column 1:.*nan"):
             extension.write_shard(1, {"relevance_output_layer": block}, None, {})
         world.fill_extension(extension)
     with pytest.raises(ArtifactError, match=r"seed:.*\b1\b.*\b2\b.*/extensions/1"):

@@ -36,7 +36,6 @@ def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkey
         if (path / "build.json").exists() and not (path / "manifest.json").exists():
             with pytest.raises(ArtifactError, match=r"\d of 2 shards.*`grasp build`"):
                 ArtifactReader.open(path)
-            assert verify(path).ok
         if not (path / "manifest.json").exists():
             world.begin(path)
             assert not list(path.rglob("*.part"))
@@ -162,9 +161,6 @@ def test_a_mounted_disk_that_is_full(tiny_disk, tmp_path):
     ):
         world.fill(writer)
     assert not list(path.rglob("*.part"))
-    report = verify(path)
-    assert report.ok
-    assert not report.complete
     with world.open(path) as writer:
         finished = 8 - len(writer.left)
     assert 0 < finished < 8

@@ -136,10 +136,9 @@ def test_a_manifest_that_is_not_a_regular_file_is_refused(name, art, tmp_path):
     else:
         (tmp_path / "else.json").write_bytes(data)
         (art / MANIFEST).symlink_to(tmp_path / "else.json")
-    for look in (ArtifactReader.open, info):
+    for look in (ArtifactReader.open, info, verify):
         with pytest.raises(ArtifactError, match=r"manifest\.json: .*regular file"):
             look(art)
-    assert verify(art).problems[0].file == MANIFEST
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "pickle", "header"])

@@ -67,7 +67,7 @@ def test_a_second_evaluation_reuses_stored_scores(world):
 def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, tmp_path):
     file = tmp_path / "methods.yaml"
     configurations = {
-        "bm25-completion": {"method": "bm25", "query": "completion"},
+        "bm25-other": {"method": "bm25", "k1": 0.9},
         "bm25-best": {"method": "bm25", "b": 0.0, "oracle_selected": True},
         "datamodels": {"penalty": "ridge", "sees": "topic"},
     }
@@ -76,10 +76,10 @@ def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world,
     names = [cells(line)[0] for line in printed]
     heading = [i for i, line in enumerate(printed) if line.startswith(("oracle-selected: ", "supervised oracles: "))]
     assert len(heading) == 2
-    assert names.index("bm25-completion") < heading[0] < names.index("bm25-best") < heading[1]
+    assert names.index("bm25-other") < heading[0] < names.index("bm25-best") < heading[1]
     assert heading[1] < min(names.index("datamodels"), names.index("oracle-ridge-topic-share-of-subset"))
     only = succeed(*evaluate(world, "--methods", "bm25-best", "--method-settings", file)).out
-    assert "bm25-completion" not in only
+    assert "bm25-other" not in only
 
 
 def test_rows_are_ranked_by_a_method(world):
@@ -148,7 +148,6 @@ def test_invalid_method_options_of_evaluate_are_refused(flags, message, world, t
         (["--checkpoints", "gone"], "checkpoints: requires method"),
         (["--method", "loss", "--match", "output_layer"], "match: cannot be combined with method"),
         (["--method", "datamodels", "--runs", "env"], "predicts subsets and scores no rows"),
-        (["--method", "retraining_shapley"], "pass their directory with --runs"),
         (["--method", "grasp"], "method: got grasp"),
         (["--method", "loss", "--checkpoints", "gone"], "checkpoints: not used by method loss"),
         (["--method", "loss", "--runs", "env"], "runs: not used by method loss"),

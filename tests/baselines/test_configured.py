@@ -24,12 +24,12 @@ def test_a_name_selects_a_method_with_its_defaults():
 def test_a_file_configures_methods_and_gives_them_labels():
     file = {
         "bm25": {"k1": 0.9},
-        "short": {"method": "bm25", "query": "completion", "seed": 3, "oracle_selected": True, "weighting": "count"},
+        "short": {"method": "bm25", "k1": 0.8, "seed": 3, "oracle_selected": True, "weighting": "count"},
         "taught": {"method": "random", "negative": 0.25},
     }
     first, second, third = configure_methods(None, file)
     assert first.method.settings.k1 == 0.9
-    assert (second.method.name, second.method.settings.query, second.method.seed) == ("bm25", "completion", 3)
+    assert (second.method.name, second.method.settings.k1, second.method.seed) == ("bm25", 0.8, 3)
     assert (second.oracle_selected, second.weighting, second.negative_scale) == (True, "count", 1.0)
     assert third.negative_scale == 0.25
     (only,) = configure_methods(["short"], file)
@@ -79,13 +79,9 @@ def test_invalid_input_is_reported(names, file, message):
     ("name", "settings", "message"),
     [
         ("less", {"adm": "never"}, "adm: no such field, got 'never' .did you mean adam"),
-        ("influence", {"curvature": "none", "damping": 0.1, "labels": "true"}, "damping, labels: no effect"),
-        ("tracin", {"dimension": None, "projection": "dense"}, "projection: no effect"),
-        ("datainf", {"projection": "dense"}, "projection: no effect"),
         ("less", {"adam": "never", "betas": (0.9, 0.99)}, "betas: no effect"),
         ("inrun", {"order": 3}, r"order: .*1 or 2, got 3"),
         ("inrun", {"learning_rate": float("nan")}, "learning_rate: "),
-        ("inrun", {"utility": "unit", "validation_units": 3}, "validation_units: .*every unit"),
         ("inrun", {"layers": []}, "layers: "),
         ("knn_shapley", {"k": 10, "nearest": 10}, "nearest: got 10, expected more than k, 10"),
     ],

@@ -1,6 +1,7 @@
 """Every gradient method equals its formula on gradients by autograd, one example at a time."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from grasp.baselines.gradients.curvature import (
     corrected_eigenvalues,
     second_moments,
 )
+from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.session import exact_plan, row_examples, unit_examples
+from grasp.baselines.gradients.scorers import mean_row_tokens, open_engine, row_examples, unit_examples
+from grasp.baselines.gradients.whole import UnitGradients, unit_groups
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import score_rows
@@ -75,7 +77,7 @@ def rates(world) -> np.ndarray:
     return rate / rate.sum()
 
 
-# ---------------------------------------------------------------------------------------- tracin, grad_cos
+# ---------------------------------------------------------------------------------------- tracin
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -89,11 +91,12 @@ def test_tracin_without_projection_is_the_weighted_sum_over_checkpoints(normalis
     assert_close(scored(world, tmp_path, "tracin", dimension=None, normalise=normalise), expected)
 
 
-@pytest.mark.parametrize("form", ["dense", "two-sided"])
-def test_projected_tracin_converges_to_the_exact_one_with_the_dimension(form, world, tmp_path):
+@pytest.mark.parametrize("dense", [1 << 27, 0])
+def test_projected_tracin_converges_to_the_exact_one_with_the_dimension(dense, world, tmp_path, monkeypatch):
+    monkeypatch.setattr("grasp.baselines.gradients.projection.DENSE_ELEMENTS", dense)
     exact = scored(world, tmp_path, "tracin", dimension=None, checkpoints="last")
     far = [
-        np.abs(scored(world, tmp_path, "tracin", dimension=width, projection=form, checkpoints="last") - exact).mean()
+        np.abs(scored(world, tmp_path, "tracin", dimension=width, checkpoints="last") - exact).mean()
         for width in (64, 2048)
     ]
     assert far[1] < 0.4 * far[0]
@@ -110,41 +113,34 @@ def test_equal_weights_and_the_last_checkpoint(world, tmp_path, gradients):
 
 
 @pytest.mark.parametrize(("part", "parts"), [("all", [""]), ("body", ["layers.", "norm"]), ("embedding", ["embed"])])
-def test_grad_cos_equals_the_cosine_of_the_selected_parameters(part, parts, world, tmp_path, gradients):
+def test_tracin_of_the_last_checkpoint_is_the_cosine_of_the_selected_parameters(
+    part, parts, world, tmp_path, gradients
+):
     row_NP, unit_EP = concatenated(gradients(2), *parts)
     expected = unit_length(row_NP) @ unit_length(unit_EP).T
-    assert_close(scored(world, tmp_path, "grad_cos", layers=part), expected)
+    settings = {"dimension": None, "checkpoints": "last"}
+    assert_close(scored(world, tmp_path, "tracin", layers=part, **settings), expected)
 
 
-@pytest.mark.parametrize("name", ["grad_cos", "datainf", "influence"])
+@pytest.mark.parametrize("name", ["tracin", "datainf", "influence"])
 def test_units_that_do_not_fit_in_memory_need_further_passes_with_the_same_result(name, world, tmp_path, monkeypatch):
-    expected = scored(world, tmp_path / "one", name)
-    monkeypatch.setattr("grasp.baselines.gradients.session.query_elements", lambda *_: 60_000)
-    message = account(world, tmp_path / "more", name, memory_mb=1).notes[0]
-    assert message in [f"exact, not projected, in {passes} passes over the rows per checkpoint" for passes in (2, 3)]
+    settings = {"tracin": {"dimension": None}}.get(name, {})
+    expected = scored(world, tmp_path / "one", name, **settings)
+    monkeypatch.setattr(f"grasp.baselines.{name}.unit_groups", lambda *_, **__: ([slice(0, 4), slice(4, 6)], True))
+    message = account(world, tmp_path / "more", name, memory_mb=1, **settings).notes[0]
+    assert message == "exact, not projected, in 2 passes over the rows per checkpoint"
     # inner products over matrices of 16 x 32, in other blocks
-    assert_close(scored(world, tmp_path / "more", name, memory_mb=1), expected, rounding(16 * 32))
+    assert_close(scored(world, tmp_path / "more", name, memory_mb=1, **settings), expected, rounding(16 * 32))
 
 
 def test_groups_of_units_respect_the_memory_limit(world):
     inputs = world.inputs()
     layers = choose_layers(inputs.model, ["all"])
     units = unit_examples(inputs) * 100
-    plan = exact_plan(layers, units, 20, 1, dense=True, copies=2)
-    assert plan.groups[0] == slice(0, (1 << 20) // (8 * layers.size))
-    assert plan.groups[-1].stop == 600
-    assert all(a.stop == b.start for a, b in zip(plan.groups, plan.groups[1:], strict=False))
-
-
-def test_a_head_whose_gradients_do_not_fit_in_memory_is_stored_as_factors(world):
-    """For a large model a further pass is more expensive than products of factors."""
-    inputs = world.inputs()
-    head = replace(choose_layers(inputs.model, ["head"]), total=10**9)
-    units = unit_examples(inputs) * 100
-    roomy, tight = (exact_plan(head, units, 20, memory_mb) for memory_mb in (100, 3))
-    assert (roomy.dense, len(roomy.groups)) == ((True,), 1)
-    assert (tight.dense, len(tight.groups)) == ((False,), 1)
-    assert len(exact_plan(head, units, 20, 3, dense=True).groups) > 1
+    groups, _ = unit_groups(layers.blocks, units, 1, whole=True, copies=2)
+    assert groups[0] == slice(0, (1 << 20) // (8 * layers.size))
+    assert groups[-1].stop == 600
+    assert all(a.stop == b.start for a, b in pairwise(groups))
 
 
 # ------------------------------------------------------------------------------------------------- trak
@@ -178,25 +174,21 @@ def test_trak_equals_the_dense_formula_on_whole_gradients(ridge, world, tmp_path
     assert_close(scored(world, tmp_path, "trak", dimension=None, layers="final_norm", ridge=ridge), expected, 2e-3)
 
 
+def projected(world, checkpoint, width, layers=("block:-1", "final_norm"), output="loss", *, per_block=False):
+    """Project the gradients of rows and units, as methods with these settings do."""
+    inputs = world.inputs()
+    engine = open_engine(inputs, training_checkpoints(inputs)[checkpoint], layers)
+    tokens = mean_row_tokens(inputs)
+    featurizer = Featurizer.with_projection(engine, width, seed=0, tokens=tokens, per_block=per_block)
+    both = row_examples(inputs, 0, N_ROWS), unit_examples(inputs)
+    return [featurizer.features(examples, output)[0].astype(np.float64) for examples in both]
+
+
 def test_trak_equals_the_dense_formula_on_projected_gradients(world, tmp_path):
+    rows, units = zip(*(projected(world, c, 16, output="margin") for c in range(3)), strict=True)
     result = scored(world, tmp_path, "trak", dimension=16)
-    features = sorted((tmp_path).glob("shared-*/gradients-*"))
-    assert len(features) == 3
-    rows, units = [], []
-    for place in features:
-        blocks = sorted(place.glob("rows-*.npy"), key=lambda path: int(path.stem.split("-")[1]))
-        rows.append(np.concatenate([np.load(path) for path in blocks]).astype(np.float64))
-        units.append(np.load(place / "units.npy").astype(np.float64))
     assert_close(result, trak_formula(rows, units, [doubts(world, c) for c in range(3)], 0.0))
     assert account(world, tmp_path, "trak", dimension=16).features == 3 * 16
-
-
-def test_trak_of_one_checkpoint_by_the_loss_without_doubt(world, tmp_path, gradients):
-    row_NP, unit_EP = concatenated(gradients(2), "model.norm")
-    expected = trak_formula([row_NP], [unit_EP], [np.ones(N_ROWS)], 0.0)
-    settings = {"dimension": None, "layers": "final_norm", "checkpoints": "last", "output": "loss"}
-    assert_close(scored(world, tmp_path, "trak", **settings, weigh_doubt=False), expected, 2e-3)
-    assert account(world, tmp_path, "trak", **settings, weigh_doubt=False).features == 16
 
 
 @pytest.mark.parametrize(
@@ -234,11 +226,8 @@ def test_less_uses_the_adam_update_of_the_row_and_the_gradient_of_the_unit(world
     assert any("Adam's update" in note for note in notes)
 
 
-def test_less_without_moments_equals_tracin_and_reuses_its_gradients(world, tmp_path):
-    tracin = scored(world, tmp_path, "tracin")
-    assert np.array_equal(scored(world, tmp_path, "less", adam="never"), tracin)
-    assert account(world, tmp_path, "less", adam="never").ready.wall > 0
-    assert account(world, tmp_path, "tracin").ready.wall == 0
+def test_less_without_moments_equals_tracin(world, tmp_path):
+    assert np.array_equal(scored(world, tmp_path, "less", adam="never"), scored(world, tmp_path, "tracin"))
 
 
 def test_the_adam_step_equals_that_of_torch():
@@ -291,17 +280,15 @@ def test_datainf_equals_the_mean_of_explicit_inverses_for_each_layer(world, tmp_
 
 
 def test_datainf_with_projections_equals_the_closed_form_on_them(world, tmp_path):
-    result = scored(world, tmp_path, "datainf", dimension=8, layers="*layers.1*q_proj,final_norm")
-    (place,) = tmp_path.glob("shared-*/gradients-*")
-    blocks = sorted(place.glob("rows-*.npy"), key=lambda path: int(path.stem.split("-")[1]))
-    row_LNK = np.concatenate([np.load(path) for path in blocks], axis=1).astype(np.float64)
-    unit_LEK = np.load(place / "units.npy").astype(np.float64)
+    layers = ("*layers.1*q_proj", "final_norm")
+    result = scored(world, tmp_path, "datainf", dimension=8, layers=layers)
+    row_LNK, unit_LEK = projected(world, -1, 8, layers, per_block=True)
     assert row_LNK.shape == (2, N_ROWS, 8)
     expected = 0.0
     for row_NK, unit_EK, size in zip(row_LNK, unit_LEK, (256, 16), strict=True):
         expected = expected + datainf_by_inversion(row_NK, unit_EK, row_NK, 0.1 * 8 / size)
     assert_close(result, expected, 1e-3)
-    assert account(world, tmp_path, "datainf", dimension=8, layers="*layers.1*q_proj,final_norm").features == 16
+    assert account(world, tmp_path, "datainf", dimension=8, layers=layers).features == 16
 
 
 def test_datainf_without_a_gradient_is_refused():
@@ -429,17 +416,12 @@ def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gr
     assert_close(scored(world, tmp_path, "influence", **settings), expected, 5e-3)
 
 
-def test_curvature_none_equals_the_inner_product(world, tmp_path, gradients):
-    row_NP, unit_EP = concatenated(gradients(2), "")
-    assert_close(scored(world, tmp_path, "influence", layers="all", curvature="none"), row_NP @ unit_EP.T)
-
-
-@pytest.mark.parametrize("layers", ["all", "head"])
-def test_kfac_does_not_depend_on_the_form_of_unit_gradients(layers, world, tmp_path, monkeypatch):
+def test_kfac_does_not_depend_on_the_form_of_unit_gradients(world, tmp_path, monkeypatch):
     result = []
-    for dense in (False, True):
-        monkeypatch.setattr("grasp.baselines.gradients.session.choose_dense", lambda block, sizes, d=dense: d)
-        result.append(scored(world, tmp_path / str(dense), "influence", layers=layers))
+    for whole in (True, False):
+        groups = ([slice(0, N_UNITS)], whole)
+        monkeypatch.setattr("grasp.baselines.influence.unit_groups", lambda *_, by=groups, **__: by)
+        result.append(scored(world, tmp_path / str(whole), "influence", layers="all"))
     assert_close(result[0], result[1], 1e-4)
 
 
@@ -457,13 +439,13 @@ def test_kfac_of_a_tied_head_is_refused_and_ekfac_is_not():
     engine = PerExample(model, choose_layers(model, ["head"]))
     fisher = Fisher(rows(), None)
     factors = second_moments(engine, fisher, full_width=64)
-    queries = Queries.collect(engine, units(), [True])
+    gradients = UnitGradients.collect(engine, units())
     with pytest.raises(SettingsError, match=r"model.embed_tokens is both .*ekfac"):
-        apply_kfac(queries, factors, 0.1)
+        apply_kfac(gradients, factors, 0.1)
     bases = [Basis.from_factors(factors_of_block) for factors_of_block in factors]
-    before = queries.blocks[0].matrix_ED.clone()
+    before = gradients.matrices[0].clone()
     (value,) = corrected_eigenvalues(engine, fisher, bases)
-    apply_ekfac(queries, bases, [value], 0.1)
+    apply_ekfac(gradients, bases, [value], 0.1)
     vectors = bases[0].right_YY
-    rotated = (before.view(len(units()), 97, 32) @ vectors) / (value + 0.1 * value.mean())
-    torch.testing.assert_close(queries.blocks[0].matrix_ED.view_as(rotated), rotated @ vectors.T)
+    rotated = (before @ vectors) / (value + 0.1 * value.mean())
+    torch.testing.assert_close(gradients.matrices[0], rotated @ vectors.T)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from grasp.baselines.datainf import layer_norms, precondition
+from grasp.baselines.datainf import precondition
 from grasp.baselines.gradients.curvature import (
     Basis,
     Fisher,
@@ -18,10 +18,10 @@ from grasp.baselines.gradients.curvature import (
 )
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.queries import Queries, exact_products
+from grasp.baselines.gradients.sums import EachGradient
+from grasp.baselines.gradients.whole import UnitGradients, inner_products
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Example, PerExample
 from tests.baselines.gradient_world import NoTokenizer
 
@@ -117,10 +117,10 @@ def test_trak_equals_traker_up_to_its_scale(model, tmp_path):
     model.model.requires_grad_(False)
 
     featurizer = Featurizer(engine, None)
-    row, unit = (featurizer.features(examples(ids), "margin") for ids in (rows, units))
-    wide = row.value_NK.astype(np.float64)
+    (row_NK, doubt_N), (unit_EK, _) = (featurizer.features(examples(ids), "margin") for ids in (rows, units))
+    wide = row_NK.astype(np.float64)
     ridge = level * width / np.trace(wide.T @ wide) * width  # theirs is of gradients divided by the root of their width
-    scores = wide @ newton_map(wide.T @ wide, unit.value_NK.astype(np.float64), ridge, "x") * row.doubt_N[:, None]
+    scores = wide @ newton_map(wide.T @ wide, unit_EK.astype(np.float64), ridge, "x") * doubt_N[:, None]
     scale = (scores * theirs).sum() / (theirs**2).sum()
     assert scale > 0
     assert np.abs(scores - scale * theirs).max() < 1e-3 * np.abs(scores).max()
@@ -157,9 +157,9 @@ def test_tracin_without_projection_equals_dattri(model, normalise):
         copied.load_state_dict(state)
         reference = ReferenceModel(copied, NoTokenizer(), batch_tokens=300)
         engine = PerExample(reference, choose_layers(reference, LAYERS))
-        queries = Queries.collect(engine, examples(units), [True] * len(engine.layers.blocks))
-        product_NE, square_N = exact_products(queries, examples(rows), norms=True)
-        scale_NE = np.sqrt(np.outer(square_N, queries.squared_norms())) if normalise else 1.0
+        gradients = UnitGradients.collect(engine, examples(units))
+        product_NE, square_N = inner_products(gradients, examples(rows), norms=True)
+        scale_NE = np.sqrt(np.outer(square_N, gradients.squared_norms())) if normalise else 1.0
         ours += weight * product_NE / scale_NE
     model.model.requires_grad_(False)
     np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=1e-4 * np.abs(theirs).max())
@@ -180,10 +180,10 @@ def test_datainf_equals_dattri(model):
     model.model.requires_grad_(False)
 
     engine = PerExample(model, choose_layers(model, NAMES[:1]))
-    square_LM = layer_norms(engine, examples(rows))
-    queries = Queries.collect(engine, examples(units), [True])
-    precondition(queries, examples(rows), square_LM, level * engine.layers.size / square_LM.mean())
-    ours, _ = exact_products(queries, examples(rows))
+    square_N = UnitGradients.collect(engine, examples(rows)).squared_norms()
+    gradients = UnitGradients.collect(engine, examples(units))
+    precondition(gradients, examples(rows), level * engine.layers.size / square_N.mean())
+    ours, _ = inner_products(gradients, examples(rows))
     np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=1e-4 * np.abs(theirs).max())
 
 
@@ -233,9 +233,9 @@ def test_ekfac_influence_equals_kronfluence(model, tmp_path):
     engine = PerExample(model, choose_layers(model, ["*layers.1*dense_4h_to_h"]))
     fisher = Fisher(examples(rows), None)
     bases = [Basis.from_factors(factors_of_block) for factors_of_block in second_moments(engine, fisher, full_width=64)]
-    queries = Queries.collect(engine, examples(units), [True])
-    apply_ekfac(queries, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
-    ours, _ = exact_products(queries, examples(rows))
+    gradients = UnitGradients.collect(engine, examples(units))
+    apply_ekfac(gradients, bases, corrected_eigenvalues(engine, fisher, bases), 0.1)
+    ours, _ = inner_products(gradients, examples(rows))
     # our eigenvalues are of one label's loss, theirs of the row's mean over its labels
     np.testing.assert_allclose(ours * (LENGTH - 1), theirs, rtol=5e-3, atol=2e-3 * np.abs(theirs).max())
 
@@ -262,7 +262,8 @@ def test_gradients_of_every_row_equal_bergsons(model, output, tmp_path):
 
     engine = PerExample(model, choose_layers(model, ["*.attention.*", "*.mlp.*"]))
     each = EachGradient(engine, len(rows))
-    engine.run(examples(rows), each.consumer_for(np.arange(len(rows))), output)
+    index_B = torch.arange(len(rows))
+    engine.run(examples(rows), lambda number, factors, part: each.add(number, factors, index_B[part]), output)
     assert len(engine.layers.blocks) == len(list(theirs)) == 8
     for block, matrix in zip(engine.layers.blocks, each.matrices, strict=True):
         ours = matrix[:, :, :-1] if block.bias else matrix

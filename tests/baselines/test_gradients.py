@@ -1,20 +1,22 @@
 """The engine: per-example gradients, inner products and projections equal those by autograd for single examples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
-from grasp.baselines.gradients.projection import Form, Projection
-from grasp.baselines.gradients.queries import Queries, Sizes, choose_dense, exact_products, query_elements
+from grasp.baselines.gradients.projection import Projection
+from grasp.baselines.gradients.sums import EachGradient
+from grasp.baselines.gradients.whole import UnitGradients, inner_products, unit_groups
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradient_factors import materialise, squared_norm
-from grasp.models.gradient_sums import EachGradient
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
@@ -31,7 +33,8 @@ def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
 
 def held(engine: PerExample, examples, output="loss") -> list[torch.Tensor]:
     each = EachGradient(engine, len(examples))
-    engine.run(examples, each.consumer_for(np.arange(len(examples))), output)
+    index_B = torch.arange(len(examples))
+    engine.run(examples, lambda number, factors, part: each.add(number, factors, index_B[part]), output)
     return each.matrices
 
 
@@ -66,19 +69,18 @@ def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
         assert float(outcome.miss_probability_B[i]) == pytest.approx(float(1 - p.mean()))
 
 
-@pytest.mark.parametrize("form", ["dense", "factors", "chosen"])
-def test_inner_products_and_norms_without_projection_are_exact(family, form):
+@pytest.mark.parametrize("whole", [True, False])
+def test_inner_products_and_norms_without_projection_are_exact(family, whole):
     engine = engine_of(family)
-    sizes = Sizes.from_counts(10, units())
-    dense = [form == "dense" or (form == "chosen" and choose_dense(b, sizes)) for b in engine.layers.blocks]
-    queries = Queries.collect(engine, units(), dense)
-    product_NE, square_N = exact_products(queries, rows(9), norms=True)
+    gradients = UnitGradients.collect(engine, units(), whole=whole)
+    assert (gradients.head is None) == (whole or any(len(block.kinds) == 2 for block in engine.layers.blocks))
+    product_NE, square_N = inner_products(gradients, rows(9), norms=True)
     row_NP = torch.stack([flat(g) for g in references(engine, rows(9))])
     unit_EP = torch.stack([flat(g) for g in references(engine, units())])
     expected_NE = (row_NP @ unit_EP.T).numpy()
     assert np.abs(product_NE - expected_NE).max() <= CLOSE * np.abs(expected_NE).max()
     np.testing.assert_allclose(square_N, row_NP.square().sum(1), rtol=CLOSE)
-    np.testing.assert_allclose(queries.squared_norms(), unit_EP.square().sum(1), rtol=CLOSE)
+    np.testing.assert_allclose(gradients.squared_norms(), unit_EP.square().sum(1), rtol=CLOSE)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied"])
@@ -112,11 +114,12 @@ def test_the_head_in_parts_of_the_batch_gives_the_same_gradients(monkeypatch):
 @pytest.mark.parametrize("elements", [1, 500])
 def test_memory_limits_do_not_change_results(monkeypatch, elements):
     for module in (
-        "models.gradient_factors",
-        *(f"baselines.gradients.{m}" for m in ("queries", "sinks", "projection")),
+        "models.gradient_sums",
+        *(f"baselines.gradients.{m}" for m in ("factors", "sums", "whole", "projection")),
     ):
         monkeypatch.setattr(f"grasp.{module}.BLOCK_ELEMENTS", elements)
-    test_inner_products_and_norms_without_projection_are_exact("llama-tied", "chosen")
+    for family in ("llama", "llama-tied"):
+        test_inner_products_and_norms_without_projection_are_exact(family, whole=False)
 
 
 def test_the_backward_pass_ends_at_the_earliest_selected_module():
@@ -154,28 +157,43 @@ def test_labels_sampled_from_the_model_give_its_fisher_matrix():
 # ------------------------------------------------------------------------------------------- projection
 
 
-@pytest.mark.parametrize("form", ["auto", "dense", "two-sided"])
+@pytest.fixture
+def of_form(monkeypatch):
+    """Return a function that makes projections have a form where layers allow it."""
+
+    def choose(form):
+        limit = 0 if form == "two-sided" else 1 << 27
+        monkeypatch.setattr("grasp.baselines.gradients.projection.DENSE_ELEMENTS", limit)
+
+    return choose
+
+
+@pytest.mark.parametrize("form", ["dense", "two-sided"])
 @pytest.mark.parametrize("family", ["gpt2-tied", "llama"])
-def test_projected_factors_equal_projected_gradients(family, form):
+def test_projected_factors_equal_projected_gradients(family, form, of_form):
+    of_form(form)
     engine = engine_of(family)
-    featurizer = Featurizer.with_projection(engine, 8, seed=3, tokens=10, form=form)
+    featurizer = Featurizer.with_projection(engine, 8, seed=3, tokens=10)
+    assert (form == "dense") == ("dense" in featurizer.projection.forms)
     expected = torch.zeros(len(rows()), 8, dtype=torch.float64)
     for number, matrix in enumerate(held(engine, rows())):
         expected += featurizer.projection.of_matrix(number, matrix)
-    np.testing.assert_allclose(featurizer.features(rows()).value_NK, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(featurizer.features(rows())[0], expected, rtol=0, atol=1e-5)
 
 
-def projection_of(left: int, right: int, form: Form, *, width: int = 16, seed: int = 0) -> Projection:
+def projection_of(left: int, right: int, *, width: int = 16, seed: int = 0) -> Projection:
     block = Block("x", ("linear",), left, right, True, False, ("x.weight",))
-    return Projection([block], width, seed=seed, tokens=10, form=form, dtype=torch.float64)
+    return Projection([block], width, seed=seed, tokens=10, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("left", "right", "form", "rank"),
     [(40, 50, "dense", 40), (40, 50, "two-sided", 32), (20, 30, "two-sided", 20), (20, 50, "two-sided", 20)],
 )
-def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right, form, rank):
-    projection = projection_of(left, right, form)
+def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right, form, rank, of_form):
+    of_form(form)
+    projection = projection_of(left, right)
+    assert projection.forms == [form]
     basis = torch.eye(left * right, dtype=torch.float64).view(-1, left, right)
     map_DK = projection.of_matrix(0, basis)
     assert torch.linalg.matrix_rank(map_DK[:, 0].view(left, right)) == rank
@@ -186,14 +204,15 @@ def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right
 
 
 @pytest.mark.parametrize(("form", "spread"), [("dense", 2 / 16), ("two-sided", 2 / 16 + 4 / 32)])
-def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread):
+def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread, of_form):
+    of_form(form)
     generator = torch.Generator().manual_seed(0)
     use = GradientFactors(*(torch.randn(1, 1, size, generator=generator, dtype=torch.float64) for size in (40, 50)))
     size = float(squared_norm([use], 40)[0])
     result = []
     for seed in range(600):
         out = torch.zeros(1, 16, dtype=torch.float64)
-        projection_of(40, 50, form, seed=seed).add(0, use, out)
+        projection_of(40, 50, seed=seed).add(0, use, out)
         result.append(float(out.square().sum()) / size)
     assert np.mean(result) == pytest.approx(1.0, abs=4 * np.std(result) / 600**0.5)
     assert 0.6 * spread < np.var(result) < 1.4 * spread
@@ -201,7 +220,7 @@ def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(for
 
 def test_projections_of_blocks_are_independent():
     engine = engine_of("llama", ["*layers.1.self_attn*"])
-    value = Featurizer.with_projection(engine, 1024, seed=0, tokens=10).features(rows()).value_NK
+    value = Featurizer.with_projection(engine, 1024, seed=0, tokens=10).features(rows())[0]
     expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
     expected = expected @ expected.T
     scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
@@ -212,7 +231,7 @@ def test_projections_depend_only_on_the_seed():
     engine = engine_of("llama", ["block:-1"])
 
     def value(seed, width=16):
-        return Featurizer.with_projection(engine, width, seed=seed, tokens=10).features(rows()).value_NK
+        return Featurizer.with_projection(engine, width, seed=seed, tokens=10).features(rows())[0]
 
     assert np.array_equal(value(0), value(0))
     assert not np.allclose(value(0), value(1), atol=1e-2)
@@ -236,16 +255,15 @@ def test_norms_by_pairs_and_by_matrices_agree():
         torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
 
 
-def test_the_cheaper_form_is_selected():
-    engine = engine_of("llama")
-    body = [block for block in engine.layers.blocks if block.kinds == ("linear",)]
-    many, few = Sizes(128, 600, 30_000, 6_000), Sizes(128, 1, 2, 2)
-    assert all(choose_dense(block, many) for block in body)
-    assert not any(choose_dense(block, few) for block in body)
-    (embedding,) = [block for block in engine.layers.blocks if block.kinds == ("embedding",)]
-    assert not choose_dense(embedding, many)
-    assert query_elements([body[0]], [True], many) == body[0].size
-    assert query_elements([embedding], [False], many) == 50 * (1 + embedding.right)
+def test_a_separate_head_is_stored_as_factors_if_whole_gradients_do_not_fit():
+    head = Block("head", ("linear",), 5000, 200, True, False, ("head.weight",), head=True)
+    examples = units() * 10  # of two labels in the mean
+    assert unit_groups([head], examples, 160) == ([slice(0, 40)], True)
+    assert unit_groups([head], examples, 16) == ([slice(0, 40)], False)
+    groups, whole = unit_groups([head], examples, 16, whole=True)
+    assert (len(groups), whole) == (10, True)
+    tied = replace(head, kinds=("embedding", "linear"))
+    assert len(unit_groups([tied], examples, 16)[0]) == 10
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -392,9 +410,9 @@ def test_float16_that_overflows_is_refused():
 def test_narrow_types_agree_with_float32(dtype):
     def cosines(kind):
         engine = engine_of("gpt-neox", dtype=kind)
-        queries = Queries.collect(engine, units(), [True] * len(engine.layers.blocks))
-        product_NE, square_N = exact_products(queries, rows(), norms=True)
-        return product_NE / np.sqrt(np.outer(square_N, queries.squared_norms()))
+        gradients = UnitGradients.collect(engine, units())
+        product_NE, square_N = inner_products(gradients, rows(), norms=True)
+        return product_NE / np.sqrt(np.outer(square_N, gradients.squared_norms()))
 
     assert np.abs(cosines(dtype) - cosines(torch.float32)).max() < 0.03
 
@@ -408,5 +426,5 @@ def test_results_on_a_gpu_equal_those_on_a_cpu():
         model = reference("llama-tied", torch.float32)
         model = ReferenceModel(model.model.to(device), NoTokenizer(), batch_tokens=64)
         engine = PerExample(model, choose_layers(model, ["all"]))
-        values.append(Featurizer.with_projection(engine, 32, seed=0, tokens=10).features(rows()).value_NK)
+        values.append(Featurizer.with_projection(engine, 32, seed=0, tokens=10).features(rows())[0])
     np.testing.assert_allclose(values[1], values[0], rtol=1e-3, atol=1e-4)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.one_step.shapley import exact_shapley
 from grasp.baselines.hidden import hidden_at
 from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
-from grasp.baselines.shapley import exact_shapley
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
@@ -98,7 +98,7 @@ def test_hidden_states_are_those_of_the_plain_model(world):
 def states(inputs):
     """Return hidden states of the supervised positions of each unit, and the following tokens, in float64."""
     units = inputs.unit_tokens
-    result = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    result = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units])
     return by_sequence(result, len(units))
 
 
@@ -119,7 +119,7 @@ def slow_text(inputs, k, nearest):
     for start, stop in inputs.blocks():
         rows = inputs.rows(start, stop)
         ids = [rows.ids(i) for i in range(len(rows))]
-        parts += by_sequence(hidden_at(inputs.model, ids, [0] * len(ids), "all"), len(ids))
+        parts += by_sequence(hidden_at(inputs.model, ids, [0] * len(ids)), len(ids))
     hidden, labels = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
     row_of = np.repeat(np.arange(N_ROWS), [len(p[1]) for p in parts])
     out = np.zeros((N_ROWS, N_UNITS))

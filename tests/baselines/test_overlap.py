@@ -9,12 +9,11 @@ from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, configured_method, matrix
 
 
-@pytest.mark.parametrize("query", ["both", "prompt", "completion"])
-def test_scores_equal_shares_of_sets(query, world, tmp_path):
+def test_scores_equal_shares_of_sets(world, tmp_path):
     inputs = world.inputs()
-    result = matrix(score_rows(configured_method("overlap", query=query), inputs, tmp_path))
+    result = matrix(score_rows(configured_method("overlap"), inputs, tmp_path))
     rows = [set(words(text)) for text in inputs.texts(0, N_ROWS)]
-    queries = [set(words(query_text(unit, query))) for unit in inputs.units.units]
+    queries = [set(words(query_text(unit))) for unit in inputs.units.units]
     expected = [[len(row & query) / len(query) for query in queries] for row in rows]
     np.testing.assert_allclose(result, expected, atol=1e-3)  # kept as float16
     assert len(np.unique(result)) > 3

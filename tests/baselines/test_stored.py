@@ -2,7 +2,6 @@
 
 import copy
 import fcntl
-import json
 import shutil
 from dataclasses import replace
 from typing import ClassVar
@@ -11,13 +10,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, identity, result_directory, shared_directory
-from grasp.baselines.work import WorkArea
+from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, cached, identity, result_directory
 from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
-from grasp.methods.contract import Account, NoSettings, Seconds
-from grasp.methods.registry import load_method, score_rows
-from grasp.predict.subset_tables import RowIndex
-from grasp.runs.predictions import read_row_scores
+from grasp.methods.contract import Account, NoSettings
+from grasp.methods.registry import load_method
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
@@ -50,7 +46,7 @@ class Fake(BlockMethod[NoSettings]):
         return RowScorer(score, ACCOUNT)
 
 
-ACCOUNT = Account(features=7, covers=("everything",), notes=("fake",), counts={"none": 3}, ready=Seconds(1.0, 2.0))
+ACCOUNT = Account(features=7, covers=("everything",), notes=("fake",), counts={"none": 3})
 
 
 def value(part):
@@ -167,23 +163,6 @@ def test_names_of_stored_scores_depend_on_adam_moments_if_used(world, tmp_path):
     assert with_moments[1] == other_moments[1] == without[1]
 
 
-def test_shared_intermediate_results_belong_to_one_artifact_and_version(world, tmp_path):
-    inputs = world.inputs()
-    places = [
-        shared_directory(tmp_path, inputs, 1),
-        shared_directory(tmp_path, inputs, 2),
-        *(
-            shared_directory(tmp_path, other(inputs, fingerprints={what: "f" * 32}), 1)
-            for what in ("model", "tokenizer", "corpus")
-        ),
-    ]
-    assert len(set(places)) == len(places)
-    assert shared_directory(tmp_path, other(inputs), 1) == places[0]
-    score_rows(configured_method("tracin", checkpoints="last"), inputs, tmp_path)
-    (area,) = tmp_path.glob("shared-*/gradients-*")
-    assert area.parent == shared_directory(tmp_path, inputs, 1)
-
-
 def test_two_processes_do_not_compute_the_same_scores(world, tmp_path):
     inputs, method = world.inputs(), kind()()
     place = result_directory(tmp_path, identity(method, inputs))
@@ -210,29 +189,10 @@ def test_the_error_of_an_unwritable_cache_says_what_to_do(world, tmp_path):
         kind()().scores(inputs, tmp_path / "file")
 
 
-def test_stored_scores_of_units_are_written_as_predictions(world, tmp_path):
-    inputs = world.inputs()
-    result = score_rows(configured_method("bm25"), inputs, tmp_path)
-    read = read_row_scores(next(tmp_path.rglob("scores.npy")), RowIndex.from_parquet(inputs.artifact.rows_path))
-    assert read.columns == tuple((unit.target, unit.unit_id) for unit in inputs.units.units)
-    np.testing.assert_array_equal(np.concatenate([block for _, block in read.blocks]), matrix(result))
-
-
-def test_a_work_area_keeps_arrays_records_and_time(tmp_path):
-    work = WorkArea(tmp_path / "own", tmp_path / "shared")
-    assert work.load("a") is None
-    assert work.read("a") is None
+def test_intermediate_results_are_computed_once(tmp_path):
     calls = []
     for _ in range(2):
-        np.testing.assert_array_equal(work.load_or_compute("a", lambda: calls.append(1) or np.arange(3)), np.arange(3))
+        stored = cached(tmp_path / "a.safetensors", lambda: calls.append(1) or {"x": np.arange(6).reshape(2, 3).T})
+        np.testing.assert_array_equal(stored["x"], np.arange(6).reshape(2, 3).T)
     assert calls == [1]
-    work.write("a", {"rows": 3})
-    assert WorkArea(tmp_path / "own").read("a") == {"rows": 3}
-    shared = work.shared("features")
-    with shared.timed():
-        sum(range(1000))
-    once = shared.seconds
-    with shared.timed():
-        sum(range(1000))
-    assert shared.seconds.wall > once.wall > 0
-    assert json.loads((tmp_path / "shared/features/seconds.json").read_text())["wall"] == shared.seconds.wall
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

@@ -159,7 +159,6 @@ def test_an_artifact_at_an_unusable_path_is_refused(root, tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_path_without_permission_is_reported_without_a_traceback(art, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.files.temporary_path", lambda path: path.with_name(f"{path.name}.part"))
-    monkeypatch.setattr("grasp.files.STALE_SECONDS", float("inf"))  # the device is older than any part
     (tmp_path / "out.parquet.part").symlink_to("/dev/full")
     assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
     assert not (tmp_path / "out.parquet").exists()
@@ -227,8 +226,7 @@ def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, s
     assert match, message
     assert_mentions(message, "no space left", "--resume")
     if "shards" in pattern:
-        assert f"{match[1]} of 9 shards finished" in succeed("info", out).lines[0]
-        assert succeed("verify", out).lines[-1].endswith("all files intact")
+        assert f"{match[1]} of 9 shards" in refused("info", out)
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
     if changes:

@@ -101,7 +101,7 @@ def test_a_build_from_flags_reports_its_result_and_the_next_command(root, tmp_pa
     where = f"file://{tmp_path / 'art'}"
     assert outcome.lines[0].startswith(f"{where}: {artifact.n_rows} rows x 5 units (facts), ")
     assert outcome.lines[-1] == f"next: grasp score {where} --target facts --top 10 --min-tokens 32"
-    assert succeed("info", where).lines[0].startswith(f"{tmp_path / 'art'}: complete")
+    assert succeed("info", where).lines[0].startswith(f"{tmp_path / 'art'}: format 2, ")
     assert "relevance_pooled" not in artifact.array_names
     assert artifact.keeps_features
     settings = yaml.safe_load((tmp_path / "art/run.yaml").read_text())
@@ -151,8 +151,7 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(ArtifactWriter, "write_shard", interrupted)
         assert run("build", "--config", root / "settings.yaml", "--out", out).code == 130
-    assert f"{out}: 2 of 9 shards finished, format 2" in succeed("info", out).out
-    assert "unfinished artifact" in succeed("verify", out).out
+    assert_mentions(refused("info", out), f"{out}: not finished: 2 of 9 shards", "--resume")
     assert_mentions(refused("score", out, "--target", "facts"), f"{out}: not finished: 2 of 9 shards", "--resume")
     assert ": resuming" in succeed("build", "--resume", "--out", out).err
     assert_same_arrays(out, art)
@@ -184,7 +183,7 @@ def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_p
 
 def test_info_prints_the_manifest(art):
     artifact, text = ArtifactReader.open(art), succeed("info", art)
-    assert text.lines[0].startswith(f"{art}: complete, format 2, {artifact.n_rows} rows, ")
+    assert text.lines[0].startswith(f"{art}: format 2, {artifact.n_rows} rows, ")
     assert "targets: facts (6 units)" in text.out
     printed = {line["array"]: line for line in table(text.out, "arrays")}
     assert set(printed) == set(artifact.array_names)
@@ -399,7 +398,7 @@ def test_an_artifact_at_a_url_is_named_by_its_url(root, tmp_path, monkeypatch):
     assert outcome.lines[-1] == f"next: grasp score {url} --target facts --top 10 --min-tokens 32"
     assert list((tmp_path / "cache/building").iterdir()) == []
     assert "a complete artifact exists at" in refused("build", "--config", settings, "--out", url)
-    assert succeed("info", url).lines[0].startswith(f"{url}: complete")
+    assert succeed("info", url).lines[0].startswith(f"{url}: format 2, ")
     assert succeed("verify", url).lines[-1].startswith(f"{url}: artifact")
     succeed("select", url, "--budget", "20%", "--target", "facts", "--out", tmp_path / "kept.parquet")
     assert f"no row of {url} has" in refused("score", url, "--target", "facts", "--min-tokens", 10**6)

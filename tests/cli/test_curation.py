@@ -308,7 +308,7 @@ def test_rows_of_a_table_of_subsets_are_excluded(art, tmp_path):
 
 
 def test_label_names_are_case_insensitive(art):
-    commands = (("predict", "--by"), ("select", "--budget", "10", "--by"), ("detect", "--label"))
+    commands = (("predict", "--by"), ("select", "--budget", "10", "--by"))
     for command, *flags in commands:
         lower, upper = (succeed(command, art, "--target", "facts", *flags, name).out for name in ("topic", "TOPIC"))
         assert upper == lower or command == "predict"  # whose title is as it was asked

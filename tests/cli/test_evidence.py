@@ -254,7 +254,6 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
         (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
         (["--oracle", "ridge:colour"], "colour"),
-        (["--predictions", "nowhere.parquet"], "nowhere.parquet: no such file"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
         (["--runs", "nowhere"], "nowhere: is not an environment"),
@@ -286,7 +285,7 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
     relevance = arrays(art)
     files = ArtifactReader.open(art)
     protocol = resolve_protocol(None, files, known_questions=True)
-    protocol = protocol.resolved_for(files.array_names, files.feature_settings)
+    protocol = protocol.resolved_for(files)
     (prediction,) = scored(art, env).predict({"default": protocol}, ["facts"])
     predicted = {"default": prediction.task_B["facts"]} | {
         f"{kernel} additive": masks_BN @ relevance[f"relevance_{kernel}"].mean(axis=1) / masks_BN.sum(axis=1)
@@ -316,29 +315,6 @@ def test_a_planted_protocol_reaches_the_ceiling_and_output_files_agree(art, own_
     for record in report["results"]:
         assert printed[record["method"]][3].startswith(f"{record['task_rho']:.3f} [{record['task_rho_low']:.3f}, ")
         assert float(table[record["method"]]["task_rho"]) == record["task_rho"]
-        assert record["target"] == "average" or record["task_rho_seed_sd"] is not None
-
-
-def test_external_predictions_are_named_after_their_files(art, own_env, tmp_path):
-    plant_protocol(own_env, art)
-    utilities = RetrainedRuns.open(own_env).utilities()
-    lines = [
-        {"subset_id": subset, "target": "facts", "unit_id": unit, "utility": utilities.values_BSE[b, :, e].mean()}
-        for b, subset in enumerate(utilities.subset_ids)
-        for e, unit in enumerate(utilities.unit_ids)
-    ]
-    (tmp_path / "other").mkdir()
-    for place in (tmp_path, tmp_path / "other"):
-        pq.write_table(pa.Table.from_pylist(lines), place / "truth.parquet")
-    np.save(tmp_path / "rows.npy", arrays(art)["relevance_output_layer"])
-    units = [["facts", unit] for unit in utilities.unit_ids]
-    (tmp_path / "rows.ids.json").write_text(json.dumps({"units": units}))
-    files = [tmp_path / name for name in ("truth.parquet", "other/truth.parquet", "rows.npy")]
-    flags = [part for file in files for part in ("--predictions", file)]
-    printed = lines_of(succeed("evaluate", art, "--runs", own_env, *flags).out)
-    assert printed["truth"][3].startswith("1.000 [")
-    assert printed["other/truth.parquet"][3:] == printed["truth"][3:]
-    assert printed["rows"][3:9] == printed["output_layer additive"][3:9]
 
 
 def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, own_env, settings, tmp_path):

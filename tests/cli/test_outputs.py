@@ -19,7 +19,7 @@ COMMANDS = {
     "select": ("select", "ART", "--budget", "20%", "--target", "facts", "--ids-out"),
     "mix": ("mix", "ART", "--by", "topic", "--target", "facts", "--weights"),
     "report": ("report", "ART", "--out"),
-    "detect": ("detect", "ART", "--target", "facts", "--label", "topic", "--out"),
+    "detect": ("detect", "ART", "--target", "facts", "--out"),
 }
 
 

@@ -201,7 +201,6 @@ REFUSED = [
     (CHAT, {"tokenizer": lambda: chat_tokenizer(None)}, r"c\.jsonl:1: .*chat template"),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
-    (CHAT, {"packing": "concat"}, "corpus.packing"),
     ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),
 ]
 

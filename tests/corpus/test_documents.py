@@ -180,8 +180,8 @@ def test_an_id_column_names_the_rows(tmp_path, write):
     assert [(d.row_id, d.doc_id, dict(d.labels)) for d in read_documents(settings_for(path))] == [
         (str(i), f"d{i}", {}) for i in range(3)
     ]
-    plainly = next(read_documents(settings_for(path, row_id_column="", doc_id_column="")))
-    assert (plainly.row_id, dict(plainly.labels)) == (None, {"id": 0, "doc_id_": "d0"})
+    plainly = next(read_documents(settings_for(path, row_id_column="")))
+    assert (plainly.row_id, plainly.doc_id, dict(plainly.labels)) == (None, "d0", {"id": 0})
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -192,8 +192,6 @@ def test_a_row_name_is_the_document_name_without_another(tmp_path, write):
     assert (first.row_id, first.doc_id) == ("a", "a")
     assert second.row_id is None
     assert second.doc_id.endswith("-1")
-    first, _ = read_documents(settings_for(path, doc_id_column=""))
-    assert (first.row_id, first.doc_id[16:]) == ("a", "-0")
 
 
 def test_nan_is_a_missing_label(tmp_path):

@@ -162,14 +162,13 @@ def test_the_context_length_without_offsets_is_the_same_or_refused(kind, prompt,
             assert actual.loss_mask.tolist() == expected.loss_mask.tolist()
 
 
-@given(st.integers(3, 9), st.sampled_from(["document", "concat"]), st.lists(WORDS, min_size=1, max_size=4))
-def test_every_row_begins_with_bos_and_texts_are_complete(length, packing, texts):
+@given(st.integers(3, 9), st.lists(WORDS, min_size=1, max_size=4))
+def test_every_row_begins_with_bos_and_texts_are_complete(length, texts):
     tokenizer = tiny("byte", bos=True)
     (bos_id,), (eos_id,) = tokenizer.prefix_ids, tokenizer.suffix_ids
     documents = [document(i, text) for i, text in enumerate(texts)]
-    rows = list(pack(documents, settings_for("none", max_length=length, packing=packing, shortest_end=1), tokenizer))
+    rows = list(pack(documents, settings_for("none", max_length=length, shortest_end=1), tokenizer))
     assert all(row.input_ids[0] == bos_id and len(row.input_ids) <= length for row in rows)
-    assert all(len(row.input_ids) == length for row in rows[:-1]) or packing == "document"
     results = [token for row in rows for token in row.input_ids.tolist() if token != bos_id]
     texts = [text for text in texts if text and not text.isspace()]
     assert results == [token for ids in tokenizer.encode(texts) for token in (*ids, eos_id)]
@@ -200,9 +199,7 @@ def test_a_text_that_ends_with_eos_gets_no_second_one(kind):
     (eos_id,) = tokenizer.suffix_ids
     pair = {"text": f"it is{EOS}", "answers": ((0, 5 + len(EOS)),)}
     for fields in ({"text": f"it is{EOS}"}, {"text": "it is"}, pair):
-        for packing in ("document", "concat") if fields is not pair else ("document",):
-            corpus_settings = settings_for("none", max_length=40, packing=packing)
-            (row,) = pack([_document(**fields)], corpus_settings, tokenizer)
-            assert row.input_ids.tolist().count(eos_id) == 1
-            assert row.input_ids[-1] == eos_id
-            assert row.spans == ((0, 0, len(fields["text"])),)
+        (row,) = pack([_document(**fields)], settings_for("none", max_length=40), tokenizer)
+        assert row.input_ids.tolist().count(eos_id) == 1
+        assert row.input_ids[-1] == eos_id
+        assert row.span == (0, 0, len(fields["text"]))

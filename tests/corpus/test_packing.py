@@ -10,8 +10,6 @@ from grasp.corpus.packing import START, Skipped
 from grasp.errors import CorpusError
 from tests.corpus.world import TEXTS, Words, cut_slowly, document, settings_for, tokens_of
 
-PACKINGS = st.sampled_from(["document", "concat"])
-
 
 def pack(documents, tokenizer, log=None, cursor=START, **changes):
     yield from corpus_packing.pack(
@@ -25,17 +23,6 @@ def texts_as_documents(texts):
 
 def ids_of(rows):
     return [row.input_ids.tolist() for row in rows]
-
-
-@given(TEXTS, st.integers(2, 6), st.sampled_from([0, None]))
-def test_concat_packing_neither_loses_nor_adds_tokens(texts, length, eos_id):
-    tokenizer, log = Words(eos_id=eos_id), Skipped()
-    rows = ids_of(pack(texts_as_documents(texts), tokenizer, log, packing="concat", max_length=length))
-    stream = [token for ids in tokens_of(texts, tokenizer) for token in ids]
-    expected = cut_slowly(stream, length)
-    short = expected.pop() if expected and len(expected[-1]) < 2 else None
-    assert rows == expected
-    assert log.counts.get("one_token", 0) == (short is not None)
 
 
 @given(TEXTS, st.integers(2, 6), st.sampled_from([0, None]), st.sampled_from([None, 1, 2]))
@@ -60,9 +47,9 @@ def mixed_documents(draw):
     return [document(i, *((x, None) if isinstance(x, str) else (None, x))) for i, x in enumerate(drawn)]
 
 
-@given(mixed_documents(), PACKINGS, st.integers(2, 5), st.sampled_from([None, 2]), st.sampled_from([(), (499,)]))
-def test_packing_resumes_from_any_row(documents, packing, length, most, prefix):
-    changes = {"packing": packing, "max_length": length, "max_rows_per_document": most}
+@given(mixed_documents(), st.integers(2, 5), st.sampled_from([None, 2]), st.sampled_from([(), (499,)]))
+def test_packing_resumes_from_any_row(documents, length, most, prefix):
+    changes = {"max_length": length, "max_rows_per_document": most}
     log = Skipped()
     # a shard stores the cursor of the row, and the counts of records skipped before it
     tokenizer = Words(prefix_ids=prefix)
@@ -83,9 +70,9 @@ def test_packing_resumes_from_any_row(documents, packing, length, most, prefix):
         assert resumed == whole
 
 
-@given(mixed_documents(), PACKINGS, st.integers(2, 5))
-def test_names_are_unique_and_count_from_the_document(documents, packing, length):
-    rows = list(pack(documents, Words(), packing=packing, max_length=length))
+@given(mixed_documents(), st.integers(2, 5))
+def test_names_are_unique_and_count_from_the_document(documents, length):
+    rows = list(pack(documents, Words(), max_length=length))
     assert len({row.row_id for row in rows}) == len(rows)
     for row in rows:
         stem, _, ordinal = row.row_id.partition("#")
@@ -114,17 +101,10 @@ def test_short_ends_of_split_documents_are_skipped_and_named(kind, tokens, n_row
     assert sum(len(row.input_ids) for row in every) == tokens
 
 
-def test_a_packed_row_belongs_to_the_document_with_most_tokens_the_first_on_a_tie():
-    documents = [document(0, "a b", topic="x"), document(1, "c d e", topic="y"), document(2, "f", topic="z")]
-    # stream: a b . c d e . f .   cut at 6: [a b . c d e] is a tie of 3 and 3; [. f .] is d2 by 2 to 1
-    rows = list(pack(documents, Words(), packing="concat", max_length=6))
-    assert [(row.row_id, row.doc_id, row.labels["topic"]) for row in rows] == [("d0", "d0", "x"), ("d2", "d2", "z")]
-
-
-def test_token_ids_are_used_unchanged_split_like_texts_and_never_packed():
+def test_token_ids_are_used_unchanged_and_split_like_texts():
     documents = [document(0, "a b"), document(1, ids=range(1, 9)), document(2, ids=[7]), document(3, "c d")]
     log = Skipped()
-    rows = list(pack(documents, Words(), log, packing="concat", max_length=5))
+    rows = list(pack(documents, Words(), log, max_length=5))
     words = Words().encode(["a b", "c d"])
     assert ids_of(rows) == [[*words[0], 0], [1, 2, 3, 4, 5], [6, 7, 8], [*words[1], 0]]
     assert [row.row_id for row in rows] == ["d0", "d1", "d1#1", "d3"]
@@ -142,10 +122,9 @@ def test_a_text_without_a_token_is_empty():
         def encode(self, texts):
             return [[] for _ in texts]
 
-    for packing in ("document", "concat"):
-        log = Skipped()
-        assert list(pack([document(0, "a b")], NoTokens(), log, packing=packing)) == []
-        assert log.ids == {"empty": ["d0"]}
+    log = Skipped()
+    assert list(pack([document(0, "a b")], NoTokens(), log)) == []
+    assert log.ids == {"empty": ["d0"]}
 
 
 class NoOffsets(Words):
@@ -155,12 +134,12 @@ class NoOffsets(Words):
         return [(ids, None) for ids in self.encode(texts)]
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 9), PACKINGS)
-def test_the_snippet_is_the_text_of_the_row(sizes, length, packing):
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 9))
+def test_the_snippet_is_the_text_of_the_row(sizes, length):
     """Also where characters are unevenly distributed over tokens."""
     words = [f"{i}".ljust(size, "x") for i, size in enumerate(sizes)]
     tokens = Words(eos_id=None)
-    changes = {"packing": packing, "max_length": length, "shortest_end": 1, "snippet_chars": 10_000}
+    changes = {"max_length": length, "shortest_end": 1, "snippet_chars": 10_000}
     for row in pack([document(0, "  ".join(words))], tokens, **changes):
         assert tokens.encode([row.snippet]) == [row.input_ids.tolist()]
     for row in pack([document(0, "  ".join(words))], NoOffsets(eos_id=None), **changes):
@@ -193,16 +172,15 @@ def test_rows_do_not_keep_their_document_in_memory():
     assert rows[0].input_ids.base is None or np.asarray(rows[0].input_ids.base).size <= 16
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("bad", [500, 501, -1, 2**32 + 5])
-def test_ids_outside_the_vocabulary_are_refused(packing, bad):
+def test_ids_outside_the_vocabulary_are_refused(bad):
     class Wrong(Words):
         def encode(self, texts):
             return [[3, bad, 4] for _ in texts]
 
     message = rf"'d0' .*{bad} at position 1"
     with pytest.raises(CorpusError, match=message):
-        list(pack([document(0, "a b c")], Wrong(), packing=packing))
+        list(pack([document(0, "a b c")], Wrong()))
     if bad < 2**31:
         with pytest.raises(CorpusError, match=message):
-            list(pack([document(0, ids=[3, bad])], Words(), packing=packing))
+            list(pack([document(0, ids=[3, bad])], Words()))

@@ -48,12 +48,11 @@ def write(directory, texts, **changes):
     return settings_for(write_jsonl(directory / "c.jsonl", lines), **changes)
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
 @settings(max_examples=20)
 @given(texts=st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)), min_size=1, max_size=8))
-def test_texts_do_not_depend_on_shards_or_on_the_requested_rows(packing, texts, bytes_tokenizer, tmp_path_factory):
+def test_texts_do_not_depend_on_shards_or_on_the_requested_rows(texts, bytes_tokenizer, tmp_path_factory):
     place = tmp_path_factory.mktemp("texts")
-    corpus_settings = write(place, [*texts, "there is one at least"], packing=packing)
+    corpus_settings = write(place, [*texts, "there is one at least"])
     store = RowStore.write(place / "rows", corpus_settings, bytes_tokenizer, shard_rows=5)
     every = texts_of(store, corpus_settings, bytes_tokenizer, range(store.n_rows))
     other = RowStore.write(place / "other", corpus_settings, bytes_tokenizer, shard_rows=2)
@@ -78,13 +77,6 @@ def test_the_concatenated_rows_of_a_document_equal_the_document(tokenizer, bytes
         skipped = tokenizer == "words" and len(text.split()) < 2  # a row of one token is skipped
         assert "".join(row.text for row in parts) in ("" if skipped else text, text.rstrip())
     assert any(len([row for row in rows if row.document == i]) >= 2 for i in range(len(TEXTS)))
-
-
-def test_a_packed_row_has_the_spans_of_its_documents(tmp_path):
-    texts = ["one two three", "four five", "six seven eight nine ten"]
-    corpus_settings = write(tmp_path, texts, packing="concat", max_length=5)
-    rows = rows_with_texts(corpus_settings, Words(), tmp_path / "rows")
-    assert [row.text for row in rows] == ["one two three\n\nfour", " five\n\nsix seven eight", " nine ten"]
 
 
 def test_texts_are_unknown_without_offsets_of_tokens(tmp_path):

@@ -57,16 +57,15 @@ def corpus(tmp_path):
     cuts=st.lists(st.integers(1, 12), max_size=3, unique=True),
     suffix=st.sampled_from([".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]),
     shard_rows=st.integers(1, 6),
-    packing=st.sampled_from(["document", "concat"]),
 )
 @settings(max_examples=20)
-def test_rows_and_fingerprint_depend_on_neither_files_nor_shards(texts, cuts, suffix, shard_rows, packing):
+def test_rows_and_fingerprint_depend_on_neither_files_nor_shards(texts, cuts, suffix, shard_rows):
     rows = [{"text": text, "n": i} for i, text in enumerate([*texts, "a closing line"])]
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        whole = write(base / "1", write_jsonl(base / "whole.jsonl", rows), 1000, packing=packing)
+        whole = write(base / "1", write_jsonl(base / "whole.jsonl", rows), 1000)
         chunked = write_chunked(base / "chunked", rows, cuts, suffix)
-        other = write(base / "2", chunked, shard_rows, packing=packing)
+        other = write(base / "2", chunked, shard_rows)
         assert rows_of(whole) == rows_of(other)
         assert whole.fingerprint == other.fingerprint
         assert (whole.skipped.counts, whole.skipped.ids) == (other.skipped.counts, other.skipped.ids)
@@ -119,11 +118,10 @@ def test_a_corpus_gives_the_same_store_in_every_format(tmp_path):
 # ---------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
-def test_a_store_killed_after_any_shard_resumes_to_the_same_bytes(tmp_path, corpus, packing):
+def test_a_store_killed_after_any_shard_resumes_to_the_same_bytes(tmp_path, corpus):
     rows = [*records(6), {"text": ""}, {"text": "  "}, *records(2), {"text": "solo"}, {"text": " \n"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
-    changes = {"packing": packing, "max_length": 5}
+    changes = {"max_length": 5}
     write(tmp_path / "whole", corpus, **changes)
     expected = files_of(tmp_path / "whole")
     n_shards = RowStore.open(tmp_path / "whole").n_shards
@@ -242,7 +240,7 @@ def test_an_unfinished_store_of_a_version_without_a_setting_resumes(tmp_path, co
     [
         (None, {"max_length": 16}, r"settings\.max_length:.*\b8\b.*\b16\b"),
         (None, {"shard_rows": 5}, r"settings\.shard_rows:.*\b4\b.*\b5\b"),
-        (None, {"packing": "concat", "limit": 3}, r"settings\.limit: .*null.*\b3\b.*settings\.packing: "),
+        (None, {"shortest_end": 2, "limit": 3}, r"settings\.limit: .*null.*\b3\b.*settings\.shortest_end: "),
         (None, {"tokenizer": Words(eos_id=1)}, r"tokenizer\.eos_id:.*\b0\b.*\b1\b"),
         (None, {"tokenizer": Words(salt="x")}, r"tokenizer\.encoding: "),
         (add_a_line, {}, r"corpus\.part-001\.jsonl: "),
@@ -440,17 +438,16 @@ def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cc_weborganizer", "pool"])
-@pytest.mark.parametrize("packing", ["document", "concat"])
-def test_real_documents(tmp_path, name, packing):
+def test_real_documents(tmp_path, name):
     path = REAL / f"{name}.parquet"
     if not path.exists():
         pytest.skip(f"{path} is not here")
     tokenizer = Words()
-    store = write(tmp_path / "store", path, 256, tokenizer, packing=packing, max_length=128, limit=400)
+    store = write(tmp_path / "store", path, 256, tokenizer, max_length=128, limit=400)
     assert store.n_documents == 400
     assert {"topic", "format", "license", "source"} <= set(store.label_columns)
     n_words = [len(text.split()) + 1 for text in tokenizer.seen[16:]]
-    ends = [n % 128 for n in n_words if n > 128 and 0 < n % 128 < 16] if packing == "document" else []
+    ends = [n % 128 for n in n_words if n > 128 and 0 < n % 128 < 16]
     assert store.skipped.counts.get("short_end", 0) == len(ends)
     assert store.n_tokens == sum(n_words) - sum(ends) - store.skipped.counts.get("one_token", 0)
     rows = rows_of(store)
@@ -469,7 +466,6 @@ REFUSED = [
     ),
     ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, r"'x#1'.*twice"),
     ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, r"token id 500\b.*\b1\b"),
-    ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {"packing": "concat"}, r"token id 500\b.*\b1\b"),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "case"),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "case"),
 ]

@@ -82,7 +82,6 @@ def test_a_scorer_ranks_held_out_rows(art, place):
     assert card.rows == len(art) == card.quality.rows
     assert card.quality.spearman[0] > 0.4
     assert card.quality.spearman[1] < card.quality.spearman[0] < card.quality.spearman[2]
-    assert {line.value for line in card.slices} <= {"earth", "life", "sky"}
 
 
 def test_fitting_is_reproducible_and_can_use_a_sample_of_rows(art, place, tmp_path):

@@ -140,7 +140,7 @@ def test_the_additive_selection_has_the_greatest_relevance(experiment):
     )
     artifact = world.artifact
     value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
-    kernels = world.protocol.resolved_for(artifact.array_names, artifact.feature_settings).match
+    kernels = world.protocol.resolved_for(artifact).match
     for kernel in kernels:
         relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
             float
@@ -192,7 +192,7 @@ def test_the_table_equals_the_stored_runs(experiment):
 
 def test_repeating_the_command_trains_nothing_and_gives_the_same_result(experiment, monkeypatch):
     first = experiment.out.read_bytes()
-    monkeypatch.setattr("grasp.retraining.worker.train_in_memory", None)
+    monkeypatch.setattr("grasp.retraining.worker.train", None)
     monkeypatch.setattr("experiments.curation.gpt2.train_gpt2", None)
     monkeypatch.setattr("experiments.curation.choices.select", None)
     Experiment(experiment.settings, experiment.work, experiment.out).run(cross=True)

@@ -10,15 +10,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune import choice, ekfac
-from experiments.finetune.beside import predict_runs, rho
 from experiments.finetune.choice import together
 from experiments.finetune.compare import OURS, methods_of, nearest_example
-from experiments.finetune.evaluate import Method
 from experiments.finetune.features import Features
-from experiments.finetune.run import order_of, stages
 from experiments.finetune.scores import Sides, delta_kernel, input_kernel
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets
-from experiments.finetune.training import (
+from experiments.finetune.with_runs import predict_runs, rho
+from experiments.worlds.evaluate import Method
+from experiments.worlds.run import order_of, stages
+from experiments.worlds.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets
+from experiments.worlds.training import (
     LONG,
     SHORT,
     Recipe,
@@ -39,7 +39,7 @@ from grasp.runs.subset_features import SubsetFeatures
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
 
-EXPERIMENT = Path(__file__).parents[2] / "experiments" / "finetune"
+EXPERIMENT = Path(__file__).parents[2] / "experiments" / "worlds"
 
 
 def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:

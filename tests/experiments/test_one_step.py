@@ -12,12 +12,12 @@ from experiments.one_step import measure as measuring
 from experiments.one_step.game import Expansion, Gradients, StepUtility, sketched
 from experiments.one_step.measure import ResultCache, spearman_columns
 from experiments.one_step.setting import Case, Settings, World, fixed_subsets
-from grasp.baselines.shapley import exact_shapley
+from experiments.one_step.shapley import exact_shapley
 from grasp.errors import SettingsError
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.targets.units import UnitTokens
-from grasp.training.llama import LlamaShape, StackedLlama
+from grasp.training.llama import LlamaShape, new_llama
 from grasp.training.recipe import named_recipe
 from tests.baselines.gradient_world import NoTokenizer, autograd, objective, rows, units
 from tests.pipeline.world import texts, write_targets
@@ -28,12 +28,11 @@ RECIPE = named_recipe("tiny").model_copy(update={"shape": SHAPE})
 
 @pytest.fixture(scope="module")
 def model():
-    stacked = StackedLlama(SHAPE, 1, torch.device("cpu"))
-    stacked.initialise([3])
+    drawn = new_llama(SHAPE, 3)
     with torch.no_grad():
-        for _, tensor in stacked.tensors(0):
+        for tensor in drawn.parameters():
             tensor.mul_(4.0 if tensor.ndim == 2 else 1.0)  # away from the flat start
-    return ReferenceModel(stacked.to_hf(0), NoTokenizer(), batch_tokens=256)
+    return ReferenceModel(drawn, NoTokenizer(), batch_tokens=256)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune.setting import Corpus
-from experiments.finetune.training import Recipe, train
 from experiments.replay.run import added, drawn, filled, predicted, probed
 from experiments.replay.setting import Rows, optimizer_settings
-from grasp.training.fine_tuning import FineTuning
+from experiments.worlds.setting import Corpus
+from experiments.worlds.training import Recipe, train
+from grasp.training.adamw import AdamWTraining
 from grasp.training.metagradient import Metagradient, middle_steps
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.trajectory import Trajectory
@@ -35,7 +35,7 @@ def test_a_trajectory_with_the_recipe_of_the_runs_equals_their_training():
     losses = train(theirs, ROWS, first_N, range(7), recipe)
     masks = [np.arange(8) >= first for first in first_N]
     order = [np.array(batch) for batch in recipe.batches(range(7))]
-    training = FineTuning(ours, OptimizerRecipe(**optimizer_settings(recipe)))
+    training = AdamWTraining(ours, OptimizerRecipe(**optimizer_settings(recipe)))
     trajectory = Trajectory(training, InMemoryRows.from_rows(ROWS, masks), order)
     # sums in another order, in float32, through two layers and six steps
     np.testing.assert_allclose(trajectory.train(), losses, atol=1e-5)
@@ -62,9 +62,7 @@ def result(order_KB, drawn_KBT):
     steps, _, n_targets = drawn_KBT.shape
     empty = np.zeros((steps, n_targets))
     probe_MNT = np.random.default_rng(1).standard_normal((2, 4, n_targets))
-    return Metagradient(
-        np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty, np.zeros(steps, np.int64)
-    )
+    return Metagradient(np.array(order_KB), drawn_KBT, np.array([0, 1]), probe_MNT, empty[0], empty)
 
 
 def test_rows_in_no_order_have_no_score_and_are_ignored_in_subsets():

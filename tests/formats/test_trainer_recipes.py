@@ -11,7 +11,7 @@ from transformers import MambaConfig, MambaForCausalLM, Trainer, TrainingArgumen
 
 from grasp.errors import ModelError, SettingsError
 from grasp.formats.trainer_recipes import RECIPE_FIELDS, SWITCHES, known_fields
-from grasp.training.fine_tuning import FineTuning
+from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
@@ -254,7 +254,7 @@ def test_a_recipe_of_llama_factory_is_that_of_trl():
 def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
     """Of a Mamba model, some vectors are neither biases nor norms."""
     model = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=4, state_size=2, num_hidden_layers=1))
-    training = FineTuning(model, FineTuningRecipe(max_steps=1, weight_decay=0.1).optimizer(1))
+    training = AdamWTraining(model, FineTuningRecipe(max_steps=1, weight_decay=0.1).optimizer(1))
     decayed = {name for name, decay in zip(training.names, training.weight_decays, strict=True) if decay}
     trainer = Trainer(model, TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True))
     assert decayed == {name for name, _ in model.named_parameters()} & set(trainer.get_decay_parameter_names(model))

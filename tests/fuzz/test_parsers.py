@@ -35,7 +35,6 @@ from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
-from grasp.runs.predictions import read_predictions
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
@@ -325,22 +324,6 @@ def test_subsets(data, place):
     rows = RowIndex.from_parquet(place / "in" / "art" / "rows.parquet")
     table_of(data.draw, ("subset_id", "row_id", "weight"), path)
     survives(lambda: list(read_subsets(path, rows)), place)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".npy"])
-@given(data=st.data())
-@fuzz
-def test_predictions(data, suffix, place):
-    path = place / "in" / f"given{suffix}"
-    rows = RowIndex.from_parquet(place / "in" / "art" / "rows.parquet")
-    if suffix == ".parquet":
-        table_of(data.draw, ("subset_id", "row_id", "target", "unit_id", "utility"), path)
-    else:
-        np.save(path, np.zeros((2, 1)))
-        path.write_bytes(changed_bytes(data.draw, path.read_bytes()))
-        ids = {"subset_ids": ["a", "b"], "units": [["sciq", "u0"]]}
-        path.with_suffix(".ids.json").write_text(json.dumps(changed_value(data.draw, ids)))
-    survives(lambda: read_predictions(path, rows, ()), place)
 
 
 @pytest.mark.parametrize("kind", [SelectionSummary, MixtureSummary])

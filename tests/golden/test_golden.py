@@ -1,4 +1,4 @@
-"""Numbers of a whole run on a tiny corpus: build, score, predict, select, mix, detect and the findings of the report.
+"""Numbers of a whole run on a tiny corpus: build, score, predict, select, mix and the findings of the report.
 
 A change of structure changes none of them. `pytest tests/golden --rewrite-snapshots` rewrites `numbers.json`; a commit
 that does so says why. The keys of the file name quantities, not attributes of the package, so that a renamed attribute
@@ -22,7 +22,6 @@ from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.report.findings import LabelFindings, collect_findings
-from grasp.vision.detect import detect
 from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
 
@@ -52,8 +51,6 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
         "change_if_dropped": label.dropped.value_GT.T.tolist(),
         "interval_low": label.by_relevance.low_GT.T.tolist(),
         "interval_high": label.by_relevance.high_GT.T.tolist(),
-        "mean_effect": label.mean_GT.T.tolist(),
-        "cosine": label.cosine_GG if label.cosine_GG is None else label.cosine_GG.tolist(),
     }
 
 
@@ -98,7 +95,6 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
             "change": selection.targets["change"].to_pylist(),
         },
         "mix": {"value": mixture.value, **columns(mixture.table, "value")},
-        "detect": columns(detect(art.files, label="topic").table.slice(0, 10), "row_id"),
         "report": {
             "labels": {label.slices.label: of_label(label) for label in report.labels},
             "gain_of_best_rows": [gain.value for gain in report.top_gains],

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from grasp.baselines.gradients.factors import materialise
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError
 from grasp.kernels.gradient import (
@@ -14,7 +15,6 @@ from grasp.kernels.gradient import (
     gradient_preconditioner,
 )
 from grasp.kernels.kernel import Batch, CorpusMoments
-from grasp.models.gradient_factors import materialise
 from grasp.models.gradients import Example, GradientFactors
 from grasp.models.residuals import SparseResidual
 from grasp.pipeline.model_pass import split_on_oom

@@ -61,7 +61,7 @@ def surrogate(slope: Tensor, update_NW: Tensor, weight_N: Tensor, step: float, b
     """Return eta A - beta eta^2 / 2 K_raw of one subset, and its part eta A, in nats, by the functions of grasp."""
     weights_BN, update = csr_array(weight_N.numpy()[None]), update_NW.numpy()
     relevance_B = additive((update @ slope.numpy())[:, None], weights_BN)[:, 0]
-    raw_B = components(weights_BN, update, np.zeros(update.shape[1])).raw_B
+    raw_B = components(weights_BN, update, np.zeros(update.shape[1]))["raw"]
     bound_B = interaction_surrogate(relevance_B, raw_B, step=step, penalty=beta * step**2 / 2)
     return float(bound_B[0]), step * float(relevance_B[0])
 

@@ -54,7 +54,7 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
             relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), *how),
             subset_relevance(masks @ relevance_NE, relevance_NE.sum(axis=0), weight_sums, side, weighting),
         ),
-        (self_moments(StreamingMoments.from_blocks([(0, norm_N1)]), *how), every.self_B[:, None]),
+        (self_moments(StreamingMoments.from_blocks([(0, norm_N1)]), *how), every["self"][:, None]),
         *((pair_moments(pairs, kind, *how), every[kind][:, None]) for kind in ("raw", "self", "pair", "cent")),
     ]
     for got, values_BE in wanted:
@@ -95,9 +95,9 @@ def test_expected_geometry_of_a_bernoulli_draw(seed):
     sketch_ND, w_N, q = rng.standard_normal((N, 3)), rng.random(N) + 0.2, 0.3
     masks = np.array(list(itertools.product([0.0, 1.0], repeat=N)))
     chance = q ** masks.sum(axis=1) * (1 - q) ** (N - masks.sum(axis=1))
-    expected = chance @ components(csr_array(masks * w_N), sketch_ND, np.zeros(3)).raw_B
+    expected = chance @ components(csr_array(masks * w_N), sketch_ND, np.zeros(3))["raw"]
     whole = components(csr_array(w_N[None]), sketch_ND, np.zeros(3))
-    assert expected == pytest.approx(q * whole.self_B[0] + q**2 * whole.pair_B[0], rel=1e-9, abs=1e-9)
+    assert expected == pytest.approx(q * whole["self"][0] + q**2 * whole["pair"][0], rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=25)

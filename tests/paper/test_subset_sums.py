@@ -63,11 +63,11 @@ def test_sides_and_weightings_do_not_need_the_complement(seed, side, weighting, 
 def test_raw_is_self_plus_pair_and_the_expansion_of_the_square(seed):
     weights_BN, sketch_ND, _ = world(seed)
     got = components(weights_BN, sketch_ND, sketch_ND.mean(axis=0))
-    np.testing.assert_allclose(got.raw_B, got.self_B + got.pair_B, rtol=1e-12)
+    np.testing.assert_allclose(got["raw"], got["self"] + got["pair"], rtol=1e-12)
     gram = sketch_ND @ sketch_ND.T
     w = weights_BN.toarray()
     off = np.einsum("bi,bj,ij->b", w, w, np.triu(gram, 1))
-    np.testing.assert_allclose(got.pair_B, 2 * off, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(got["pair"], 2 * off, rtol=1e-9, atol=1e-9)
 
 
 @given(seed=seeds)
@@ -77,7 +77,7 @@ def test_centred_is_the_squared_deviation_of_the_subset_mean(seed):
     total_B = np.asarray(weights_BN.sum(axis=1)).ravel()
     subset_mean_BD = (weights_BN @ sketch_ND) / total_B[:, None]
     mmd_B = ((subset_mean_BD - mean_D) ** 2).sum(axis=1)
-    np.testing.assert_allclose(components(weights_BN, sketch_ND, mean_D).cent_B, total_B**2 * mmd_B, rtol=1e-9)
+    np.testing.assert_allclose(components(weights_BN, sketch_ND, mean_D)["cent"], total_B**2 * mmd_B, rtol=1e-9)
 
 
 @given(seed=seeds, penalty=st.floats(0.01, 10))
@@ -90,7 +90,7 @@ def test_second_difference_is_the_pair_interaction(seed, penalty):
         mask = rest.copy()
         mask[list(extra)] = 1
         weights_BN = csr_array((mask * w_N)[None])
-        raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
+        raw_B = components(weights_BN, update_ND, np.zeros(4))["raw"]
         return interaction_surrogate(weights_BN @ relevance_N, raw_B, step=0.7, penalty=penalty)[0]
 
     second = value(i, j) - value(i) - value(j) + value()
@@ -102,7 +102,7 @@ def _marginal(update_ND, relevance_N, members, k):
     matrix = np.zeros((2, len(update_ND)))
     matrix[0, members], matrix[1, rows] = 1.0, 1.0
     weights_BN = csr_array(matrix)
-    raw_B = components(weights_BN, update_ND, np.zeros(update_ND.shape[1])).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(update_ND.shape[1]))["raw"]
     value_B = interaction_surrogate(weights_BN @ relevance_N, raw_B, step=1.0, penalty=0.3)
     return value_B[1] - value_B[0]
 
@@ -135,7 +135,7 @@ def test_smoothness_lower_bound_holds_on_a_quadratic(seed):
         return 0.5 * x @ hessian @ x
 
     gradient, eta = hessian @ theta, 0.1
-    raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(4))["raw"]
     bound_B = interaction_surrogate(weights_BN @ (update_ND @ gradient), raw_B, step=eta, penalty=beta * eta**2 / 2)
     gain_B = np.array([loss(theta) - loss(theta - eta * step) for step in weights_BN @ update_ND])
     assert (gain_B >= bound_B - 1e-9 * (1 + abs(bound_B))).all()
@@ -153,7 +153,7 @@ def endpoint(seed, mismatch, hessian, *, worst=False):
     moved_BD = proxy_BD + mismatch * direction_BD / np.linalg.norm(direction_BD, axis=1, keepdims=True)
     end_BD = theta - moved_BD
     gain_B = 0.5 * theta @ hessian @ theta - 0.5 * np.einsum("bd,de,be->b", end_BD, hessian, end_BD)
-    raw_B = components(weights_BN, update_ND, np.zeros(4)).raw_B
+    raw_B = components(weights_BN, update_ND, np.zeros(4))["raw"]
     relevance_B = additive((update_ND @ gradient)[:, None], weights_BN)[:, 0]
     bound_B = interaction_surrogate(relevance_B, raw_B, step=eta, penalty=beta * eta**2 / 2)
     bound_B -= mismatch * np.linalg.norm(away_BD, axis=1) + beta / 2 * mismatch**2
@@ -184,8 +184,8 @@ def test_direct_sum_agrees_with_the_product_near_and_within_its_bound(seed):
         name: components(rows, np.array(vectors), np.zeros(len(vectors[0])))
         for name, vectors in {"h": (x, y), "r": (r, s), "product": (np.kron(x, r), np.kron(y, s))}.items()
     }
-    direct = geo.direct_sum(pair["h"], pair["r"]).pair_B[0] / 2
-    product = pair["product"].pair_B[0] / 2
+    direct = geo.direct_sum(pair["h"], pair["r"])["pair"][0] / 2
+    product = pair["product"]["pair"][0] / 2
     cross = ((x - y) @ (x - y)) * ((r - s) @ (r - s)) / 4
     assert direct == pytest.approx(product + 1 - cross, abs=1e-12)
     assert abs(direct - 1 - product) <= cross + 1e-12
@@ -249,12 +249,12 @@ def test_projection_keeps_geometry_within_the_jl_bound(draw, width_for, failure)
     assert np.mean(passed) >= 1 - failure
     assert np.mean([off_by(vectors, draw(width // 16, seed)) <= EPS for seed in range(40)]) < 0.5
 
-    exact_B = components(weights_BN, update_ND, np.zeros(SIZE)).raw_B
+    exact_B = components(weights_BN, update_ND, np.zeros(SIZE))["raw"]
     relevance_B = additive((update_ND @ gradient_D)[:, None], weights_BN)[:, 0]
     error_k, error_a = EPS * exact_B, EPS / 2 * (gradient_D @ gradient_D + exact_B)
     for seed in np.flatnonzero(passed)[:10]:
         project = draw(width, int(seed))
-        sketched_B = components(weights_BN, update_ND @ project, np.zeros(width)).raw_B
+        sketched_B = components(weights_BN, update_ND @ project, np.zeros(width))["raw"]
         sketched_relevance_B = additive(((update_ND @ project) @ (gradient_D @ project))[:, None], weights_BN)[:, 0]
         assert (abs(sketched_B - exact_B) <= error_k).all()
         assert (abs(sketched_relevance_B - relevance_B) <= error_a).all()
@@ -288,5 +288,5 @@ def test_float32_sketches_are_summed_in_float64():
     sketch_ND[:10_000, 0] = np.linspace(99.0, 101.0, 10_000)
     sketch_ND[10_000:, 0] = -sketch_ND[:10_000, 0]
     got = components(csr_array(np.ones((1, 20_000))), sketch_ND, np.zeros(2))
-    assert got.raw_B[0] == pytest.approx(0.0, abs=1e-6)
-    assert got.pair_B[0] == pytest.approx(-got.self_B[0], rel=1e-12)
+    assert got["raw"][0] == pytest.approx(0.0, abs=1e-6)
+    assert got["pair"][0] == pytest.approx(-got["self"][0], rel=1e-12)

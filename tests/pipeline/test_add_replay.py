@@ -16,6 +16,7 @@ from grasp.artifact.manifest import REPLAY
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
+from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT
 from grasp.pipeline.add_replay import NEW_MODEL_NOTE
 from grasp.pipeline.build import add_replay, add_targets, build
 from grasp.pipeline.forecast import forecast
@@ -23,7 +24,7 @@ from grasp.pipeline.merge import merge
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
-from grasp.predict.scoring_rule import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT, ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.replay_checks import smoothness
 from tests.faults import Killed, raising
@@ -111,7 +112,7 @@ def test_replay_is_weighted_into_predictions_of_targets_but_not_of_units(plain, 
     effects = {}
     for name, out in {"plain": plain, "replayed": replayed}.items():
         artifact = ArtifactReader.open(out)
-        effects[name] = Predictor.from_artifact(artifact, components=True)
+        effects[name] = Predictor.from_artifact(artifact)
         single = UnitSelection(("one",), np.array([0]), np.array([1]))
         effects[f"{name}, unit"] = Predictor.from_artifact(artifact, units=single)
     before = effects["plain"]
@@ -121,7 +122,6 @@ def test_replay_is_weighted_into_predictions_of_targets_but_not_of_units(plain, 
     expected_NT = (total_NT - total_NT.mean(axis=0)) / total_NT.std(axis=0)
     np.testing.assert_allclose(effects["replayed"].effect_NT, expected_NT, atol=1e-5)
     np.testing.assert_array_equal(effects["replayed, unit"].effect_NT, effects["plain, unit"].effect_NT)
-    assert "part_replay" in effects["replayed"].part_names
     assert_mentions(effects["replayed"].protocol.description, "0.25 embedding + gradient + 4 replay, negative")
 
 
@@ -283,10 +283,9 @@ def test_replay_for_a_new_model_trains_small_models_from_scratch(settings, tmp_p
     assert relevance_NE[:, 0].std() == pytest.approx(1.0, abs=1e-2)
     assert_mentions("\n".join(notes.lines), "2 trainings of 6 steps", "1.3 backward;", "in all")
     assert NEW_MODEL_NOTE in repr(info(out))
-    names, features = artifact.array_names, artifact.feature_settings
-    of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(names, features)
+    of_subsets = resolve_protocol(None, artifact, subsets=True).resolved_for(artifact)
     assert of_subsets.match["replay"] == NEW_MODEL_REPLAY_WEIGHT
-    of_rows = resolve_protocol(None, artifact).resolved_for(names, features)
+    of_rows = resolve_protocol(None, artifact).resolved_for(artifact)
     assert "replay" not in of_rows.match
     with pytest.raises(SettingsError, match="lora_r: got 2"):
         build(out=tmp_path / "other", settings=data, replay=True, recipe=RECIPE | {"lora_r": 2}, untrained=True)

@@ -18,7 +18,6 @@ from grasp.corpus.conversations import Conversation
 from grasp.corpus.row_store import RowStore
 from grasp.models.build_source import BuildSource, load_reference
 from grasp.pipeline.add_targets import add_target
-from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, TargetSettings, build_settings
@@ -166,14 +165,3 @@ def test_a_chat_template_with_the_date_is_exported_and_resumed_on_another_day(ch
     grasp.open(tmp_path / "art").select("50%").export(tmp_path / "kept")
     assert (tmp_path / "kept" / "_manifest.yaml").exists()
     assert BuildSource(art).tokenizer.render(Conversation(tuple(turns("a", "b")))).text.startswith("26 Jul 2024")
-
-
-def test_white_space_that_a_harness_would_score_is_reported(chat, tmp_path):
-    _root, settings = chat
-    lines = [{"prompt": f"Answer {k}:\n", "completion": "water"} for k in range(3)]
-    (tmp_path / "spaced.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "spaced.jsonl"),)})
-    notes = Notes()
-    prepare_inputs(settings.model_copy(update={"targets": targets}), tmp_path / "tokens", notes)
-    (note,) = [line for line in notes.lines if "'spaced:0'" in line]
-    assert_mentions(note, "3 prompts", "white space")

@@ -140,7 +140,7 @@ def test_more_coordinates_than_parameters_are_refused():
 def test_units_that_do_not_fit_in_memory_are_kept_in_a_file_with_the_same_results(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
     inside = relevance(build_artifact(settings, tmp_path / "inside"))
-    monkeypatch.setattr(gradient_module, "MEGABYTE", 1)  # so that 4,096 bytes are all there is
+    monkeypatch.setattr(gradient_module, "MAX_MEMORY_BYTES", 4_096)
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
     monkeypatch.setattr(gradient_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     with pytest.raises(SettingsError, match=r"6 units.* 0\.0 GiB"):

@@ -27,6 +27,8 @@ from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
+from grasp.kernel_table import SKETCHES as BOTH_SKETCHES
+from grasp.kernel_table import WEIGHTS, BuiltRule
 from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
@@ -38,14 +40,13 @@ from grasp.pipeline.inputs import ON_DISK, prepare_inputs
 from grasp.pipeline.model_pass import compute_moments, read_batches
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.scoring_rule import GRADIENT_COMPANION_WEIGHT
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
-from grasp.settings import KERNELS, BuildSettings, FeatureSettings, TargetSettings, build_settings
-from grasp.settings import SKETCHES as BOTH_SKETCHES
+from grasp.settings import BuildSettings, FeatureSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays
 from tests.mentions import assert_mentions
 from tests.pipeline.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
+from tests.predict.source import FakeSource
 from tests.rules import rule
 
 
@@ -388,14 +389,12 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    """Compare the table in settings, for each way to train, with the kernels that the scoring rule matches."""
-    for (which, train), named in KERNELS.items():
+    """Compare the kernels of each way to train with those that the scoring rule of its artifact matches."""
+    for (which, train), named in WEIGHTS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
-        stored = [f"relevance_{name}" for name in named] + list(BOTH_SKETCHES)
-        resolved = DEFAULT_PROTOCOL.resolved_for(stored, features.model_dump())
-        assert set(resolved.arrays) == set(stored) - set(BOTH_SKETCHES), (which, train)
-    assert {train for _, train in KERNELS} == {"new", "further", None}
+        assert BuiltRule.of(list(named)) == BuiltRule(named, train == "new"), (which, train)
+    assert {train for _, train in WEIGHTS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
 
@@ -405,9 +404,7 @@ def test_the_settings_of_the_paper_come_with_its_rule():
     assert (paper.positions, paper.summary_positions, paper.sample_rows) == ("tail:32", "tail:32", 65_536)
     assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
     assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
-    assert DEFAULT_PROTOCOL.resolved_for(["relevance_pooled", *BOTH_SKETCHES], paper.model_dump()).match == {
-        "pooled": 1.0
-    }
+    assert BuiltRule.of(["pooled"]).weights == {"pooled": 1.0}
 
 
 def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
@@ -450,7 +447,7 @@ def test_a_kernel_is_an_entry_point_and_the_scoring_rule_that_names_it(root, tmp
     by_loss = np.argsort(-losses[0], kind="stable")
     assert ranked["row_id"].tolist()[:5] == artifact.rows(by_loss)["row_id"].to_pylist()[:5]
     with pytest.raises(ProtocolError, match="array 'relevance_toy'"):
-        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).resolved_for(["relevance_knn"], {})
+        DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).resolved_for(FakeSource())
 
     # a target is added to it as to any other
     write_targets(root / "more.jsonl", task="more", seed=5)
@@ -540,17 +537,15 @@ def test_a_different_build_in_its_directory_is_refused_with_every_difference(roo
     assert build_artifact(world(root), path) == path
 
 
-def test_stored_rows_and_settings_are_verified(root, built, tmp_path):
+def test_stored_rows_are_verified(root, built, tmp_path):
     path = shutil.copytree(built, tmp_path / "artifact")
     assert verify(path).ok
     shard = next(path.glob("tokens/shard-*.parquet"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    (path / RUN).write_text((path / RUN).read_text().replace("tau: 0.01", "tau: 0.02"))
-    assert [problem.file for problem in verify(path).problems] == [RUN, f"tokens/{shard.name}"]
+    assert [problem.file for problem in verify(path).problems] == [f"tokens/{shard.name}"]
     with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged"):
         _ = ArtifactReader.open(path).tokens_path
     discard(path / "tokens")  # it may be removed
-    (path / RUN).unlink()
     assert verify(path).ok
 
 
@@ -571,11 +566,11 @@ def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     assert_mentions(subset_notes.lines, "questions: 4 ", " 6 of facts")
 
     lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
-    unnamed = [{"url": f"u{i}", "text": line["text"], "topic": line["topic"]} for i, line in enumerate(lines)]
+    unnamed = [{"text": line["text"], "topic": line["topic"]} for line in lines]
     (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
     corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
     build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=unnamed_notes)
-    assert_mentions(unnamed_notes.lines[0], "--id-column url")
+    assert "row names are generated from content and position" in unnamed_notes.lines
 
 
 def test_progress_counts_rows_per_batch_and_not_per_shard(root, tmp_path):
@@ -725,7 +720,7 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
     """Return the kernels for a way to train, and those of the paper."""
-    return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
+    return {"kernels": (*WEIGHTS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
@@ -862,8 +857,11 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
     assert artifact.manifest.settings["train"] == train
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
-        weights = dict.fromkeys(("output_layer", "embedding"), GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
-    assert DEFAULT_PROTOCOL.resolved_for(artifact.array_names, artifact.feature_settings).match == weights
+        weights = dict.fromkeys(("output_layer", "embedding"), 0.25) | {"gradient": 1.0}
+    assert DEFAULT_PROTOCOL.resolved_for(artifact).match == weights
+    del artifact.manifest.details["rule"]  # as of an earlier version
+    with pytest.raises(ArtifactError, match="does not record the weights of its kernels; build it again"):
+        DEFAULT_PROTOCOL.resolved_for(artifact)
 
 
 def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):

@@ -35,10 +35,10 @@ def test_listed_labels_can_be_selected_by_the_flags_that_are_shown(place):
     preview = preview_corpus(str(place / "c.jsonl"))
     lines = {line["label"]: line for line in preview.table.to_pylist()}
     assert {name: line["select with"] for name, line in lines.items()} == {
-        "url": "--by 'host(url)'",
+        "url": "--by url",
         "score": "--by 'bins(score, 5)'",
         "meta.source": "--by meta.source",
-        "date": "--by 'year(date)'",
+        "date": "--by date",
         "doc type": "--by '\"doc type\"'",
     }
     assert (lines["doc type"]["values"], lines["doc type"]["missing"]) == (1, 30)

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grasp.kernel_table import BuiltRule
 from tests.predict import reference
 
 
@@ -50,6 +51,10 @@ class FakeSource:
     @property
     def array_names(self):
         return tuple(self.arrays)
+
+    @property
+    def rule(self):
+        return BuiltRule.of([name.removeprefix("relevance_") for name in self.arrays if name.startswith("relevance_")])
 
     @property
     def units(self):

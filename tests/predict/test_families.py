@@ -86,10 +86,8 @@ def test_mixture_fractions_are_beta_one_half():
     ("text", "family"),
     [
         ("uniform:0.5", Family("uniform", fraction=0.5)),
-        ("uniform(0.25)", Family("uniform", fraction=0.25)),
         (" bernoulli: 0.9", Family("bernoulli", fraction=0.9)),
         ("mixture:topic", Family("mixture", label="topic")),
-        ("groups(format)", Family("groups", label="format")),
         ("dirichlet:source", Family("dirichlet", label="source")),
         ("mixture:host(url)", Family("mixture", label="host(url)")),
         ("groups:bins(a, [1, 2])", Family("groups", label="bins(a, [1, 2])")),

@@ -3,6 +3,7 @@
 import json
 from importlib.resources import files
 
+import numpy as np
 import pytest
 
 from grasp.api.evaluate import additive_methods
@@ -12,6 +13,12 @@ from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, load
 from tests.mentions import assert_mentions
 from tests.predict.source import FakeSource
 from tests.rules import rule
+
+
+def artifact_of(arrays, **features):
+    """Return an artifact with empty arrays of these names."""
+    return FakeSource(arrays=dict.fromkeys(arrays, np.zeros((1, 5))), feature_settings=features)
+
 
 FULL = rule(
     name="full",
@@ -34,7 +41,7 @@ def test_the_default_is_the_selected_rule_of_its_provenance():
     scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "output_layer", "embedding")]
     for default, last in ((scratch, ("knn",)), (tuned, ("hidden_bias", "hidden_linear")), (further, ("gradient",))):
-        resolved = protocol.resolved_for([*arrays, *(f"relevance_{kernel}" for kernel in last)], {})
+        resolved = protocol.resolved_for(artifact_of([*arrays, *(f"relevance_{kernel}" for kernel in last)]))
         assert sorted(resolved.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
     best = max(scratch["best"], key=lambda candidate: candidate["lcb"])
@@ -45,7 +52,7 @@ def test_the_default_is_the_selected_rule_of_its_provenance():
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
     assert protocol.match == "auto"
-    assert protocol.resolved_for([*arrays, "relevance_gradient"], {}).match == further["match"]
+    assert protocol.resolved_for(artifact_of([*arrays, "relevance_gradient"])).match == further["match"]
     assert set(tuned["results"]) <= set(further["results"])
     assert set(protocol.selected_on) == {*best["results"], *further["results"]}
     assert set(protocol.selected_on) == set(protocol.selected_runs)
@@ -96,7 +103,7 @@ def test_a_file_without_interactions_has_none(tmp_path):
 def test_kernels_are_the_requested_or_the_available_default_ones(requested, kernels, resolved):
     chosen = rule(name="p", match=requested, requires={"top_k": 64})
     arrays = [f"relevance_{kernel}" for kernel in kernels]
-    assert chosen.resolved_for(arrays, {"top_k": 64, "alpha": 0.5, "tau": 7}).match == resolved
+    assert chosen.resolved_for(artifact_of(arrays, top_k=64, alpha=0.5, tau=7)).match == resolved
 
 
 def test_additive_methods_are_those_of_the_available_kernels():
@@ -107,10 +114,9 @@ def test_additive_methods_are_those_of_the_available_kernels():
 
 
 def test_all_mismatches_are_in_one_message():
-    source = FakeSource(feature_settings={"summary_positions": "all"})
-    names = [name for name in source.array_names if name not in ("relevance_pooled", "product_sketch")]
+    names = [name for name in FakeSource().array_names if name not in ("relevance_pooled", "product_sketch")]
     with pytest.raises(ProtocolError) as caught:
-        FULL.resolved_for(names, source.feature_settings)
+        FULL.resolved_for(artifact_of(names, summary_positions="all"))
     assert_mentions(
         str(caught.value),
         "array 'relevance_pooled'",
@@ -151,7 +157,7 @@ def test_mistakes_in_a_file_name_the_field(tmp_path, text, message):
 
 def test_a_missing_kernel_is_named():
     with pytest.raises(ProtocolError, match=r"'relevance_words'.*'relevance_knn'"):
-        rule(name="p", match={"words": 1.0}).resolved_for(["relevance_knn"], {})
+        rule(name="p", match={"words": 1.0}).resolved_for(artifact_of(["relevance_knn"]))
 
 
 @pytest.mark.parametrize(("text", "message"), [("- 1", "list.*mapping"), ("name: [", "not YAML"), (None, "no such")])

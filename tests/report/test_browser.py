@@ -244,16 +244,6 @@ def test_slices_are_sorted_searched_and_filtered(view):
     assert rows.count() == panel.locator("tbody tr:has(td.helps), tbody tr:has(td.hurts)").count()
 
 
-def test_a_cell_of_the_map_links_to_its_rows(view):
-    view.locator("#map").scroll_into_view_if_needed()
-    part = view.locator("#map button").nth(2)
-    part.click()
-    picked = [pick.evaluate("pick => pick.selectedOptions[0].text") for pick in view.locator(".rows-slice").all()]
-    assert part.get_attribute("aria-label").startswith(" / ".join(picked) + ":")
-    tags = [tag.text_content() for tag in view.locator("#rows-list li").first.locator(".tag").all()]
-    assert tags == picked
-
-
 def test_a_question_shows_the_rows_that_help_it(view):
     view.locator("#rows-question").select_option(index=1)
     assert view.locator("#rows-prompt").text_content().startswith("Question 0:")

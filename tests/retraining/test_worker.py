@@ -30,7 +30,8 @@ from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Run
 from grasp.settings import ModelSettings, build_settings, retrain_settings
-from grasp.training.train import Trainer, train
+from grasp.training.adamw import AdamWTraining
+from grasp.training.train import train
 from grasp.yaml_files import read_yaml, set_settings
 from tests.faults import Killed
 from tests.pipeline.test_chat_build import chat_settings
@@ -280,8 +281,8 @@ def test_a_worker_trains_free_runs_and_waits_for_locked_ones(inputs, whole, tmp_
 
 
 def test_progress_reports_finished_runs_and_remaining_time(inputs, tmp_path, monkeypatch):
-    seen, steps, advance = [], [], Trainer.advance
-    monkeypatch.setattr(Trainer, "advance", lambda self, batch: steps.append(self.step) or advance(self, batch))
+    seen, steps, update = [], [], AdamWTraining.update
+    monkeypatch.setattr(AdamWTraining, "update", lambda self: steps.append(self.step) or update(self))
     retrain(settings(inputs, n_subsets=1, seeds=[0]), tmp_path / "env", seen.append)
     assert [status.stage for status in seen[:2]] == ["tokenizer", "rows"]
     runs = [status for status in seen if status.stage == "runs"]

@@ -1,6 +1,7 @@
 """An artifact on disk, and retraining runs with planted utilities."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
+from grasp.kernel_table import BuiltRule
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
@@ -59,6 +61,8 @@ def write_arrays(
 ) -> ArtifactReader:
     """Write an artifact of these arrays in float32 and these rows."""
     specs = {name: ArraySpec(array.shape[1], "1", "none") for name, array in arrays.items()}
+    kernels = [name.removeprefix("relevance_") for name in arrays if name.startswith("relevance_")]
+    manifest["details"] = {"rule": asdict(BuiltRule.of(kernels))} | manifest.get("details", {})
     fields = {"identity": {}, "n_rows": rows.num_rows, "shard_rows": shard_rows, "dtype": "float32"}
     with lock_artifact(path):
         writer = ArtifactWriter.open(path, arrays=specs, **fields)

@@ -211,7 +211,7 @@ def test_evaluated_predictions_equal_those_of_predict(tmp_path):
 def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
     extra = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
-    results = pa.concat_tables([runs.results, extra.set_column(6, "value", pa.array([0.3]))])
+    results = pa.concat_tables([runs.results, extra.set_column(4, "value", pa.array([0.3]))])
     predictor = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
     assert predictor.utilities().values_BSE.shape == (30, 1, 1)
     assert np.isnan(predictor.task_utilities(["sciq"])).sum() == 29
@@ -289,17 +289,12 @@ def test_changes_of_metrics_of_different_kinds_are_not_averaged(artifact):
         mix(artifact, "topic", "sciq,boolq", protocol=PROTOCOL, runs=grasp.import_runs(shares, percent, label="topic"))
 
 
-def test_runs_of_documents_and_of_expressions(artifact):
+def test_runs_of_documents(artifact):
     results = pa.table({"run": ["a", "b"], "sciq": [0.1, 0.2]})
     documents = pa.table({"run": ["a", "b", "b"], "doc_id": ["doc-3", "doc-5", "doc-4"], "weight": [1.0, 1.0, 2.0]})
     (block,), _ = row_weights(grasp.import_runs(documents, results, higher=["sciq"]), artifact)
     dense = block.weights_BN.toarray()
     assert (dense[0, 3], dense[1, 4], dense[1, 5], dense.sum()) == (1.0, 2.0, 1.0, 4.0)
-    conditions = pa.table({"run": ["a", "b"], "expression": ["topic = 'games'", "n_tokens > 30"]})
-    (block,), _ = row_weights(grasp.import_runs(conditions, results, higher=["sciq"]), artifact)
-    np.testing.assert_array_equal(
-        block.weights_BN.toarray()[0], LabelTable(artifact.rows_path).matching("topic = 'games'").mask_N
-    )
 
 
 def test_runs_of_another_corpus_are_refused_with_the_missing_values(artifact):

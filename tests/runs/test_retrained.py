@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.keep import keep
+from experiments.environment_files import copy_small_files
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError, SubsetError
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
@@ -265,10 +265,10 @@ def test_a_dev_environment_may_hold_out_targets(tmp_path):
 def test_a_copy_has_small_files_and_draws_masks_again(tmp_path):
     env = filled(tmp_path / "env")
     (tmp_path / "env" / "reference").mkdir()
-    sizes = keep(env, tmp_path / "kept")
+    sizes = copy_small_files(env, tmp_path / "kept")
     assert sorted(sizes) == ["environment.json", "reference.parquet", "subsets.parquet", "utilities.parquet"]
     assert sizes == {path.name: path.stat().st_size for path in (tmp_path / "kept").iterdir()}
-    lean = keep(env, tmp_path / "lean", max_subsets_bytes=10)
+    lean = copy_small_files(env, tmp_path / "lean", max_subsets_bytes=10)
     assert "subsets.parquet" not in lean
     reopened = RetrainedRuns.open(tmp_path / "lean")
     np.testing.assert_array_equal(reopened.utilities().values_BSE, env.utilities().values_BSE)
@@ -316,7 +316,7 @@ def test_the_built_in_rule_names_the_runs_that_it_was_selected_on():
     other = {name for name, known in protocol.selected_runs.items() if known != runs}
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
     evidence = record["defaults"]["further"]["selection"]["environments"]  # those of `fine-tuned` among them
-    tuned = {first["name"]: RetrainedRuns.open(experiments / "finetune" / first["name"]).info for first in evidence}
+    tuned = {first["name"]: RetrainedRuns.open(experiments / "worlds" / first["name"]).info for first in evidence}
     assert other == {f"{name}/{target}" for name, info in tuned.items() for target in info.targets}
     for first in evidence:
         info = tuned[first["name"]]

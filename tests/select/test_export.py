@@ -125,13 +125,12 @@ def export(artifact, row_index, out, kind="parquet", path=None):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-@pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("expected", [True, False], ids=["rows kept", "rows made again"])
-def test_exactly_the_chosen_rows_are_written(kind, packing, named, expected, tmp_path, monkeypatch):
+def test_exactly_the_chosen_rows_are_written(kind, named, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
     rows = records(named=named)
-    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"))
     if not expected:
         shutil.rmtree(artifact.path / "tokens")
     store = RowStore.open(tmp_path / "rows")
@@ -146,7 +145,7 @@ def test_exactly_the_chosen_rows_are_written(kind, packing, named, expected, tmp
         }
         assert line["effect"] == -1.0 * chosen[line["order"]]
         words = len(line["text"].split())  # Words has a token a word, and one at the end of each document
-        assert words <= len(line["input_ids"]) <= words + 1 + 2 * line["text"].count("\n\n") + 8 * (packing == "concat")
+        assert words <= len(line["input_ids"]) <= words + 1 + 2 * line["text"].count("\n\n")
     manifest = read_yaml(tmp_path / "kept" / "_manifest.yaml")
     assert (manifest["corpus"], manifest["holds"], manifest["records"]) == ("x", "rows", len(chosen))
     for name, entry in manifest["files"].items():
@@ -166,10 +165,9 @@ def test_rows_that_are_kept_need_no_tokenizer(tmp_path):
     assert not (tmp_path / "aside").exists()
 
 
-@pytest.mark.parametrize("packing", ["document", "concat"])
-def test_an_exported_corpus_gives_the_same_rows_again(packing, tmp_path):
+def test_an_exported_corpus_gives_the_same_rows_again(tmp_path):
     """Tokens are used as they are, so training reads what was chosen."""
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()), packing=packing)
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
     chosen = np.arange(artifact.n_rows)[::3]
     export(artifact, chosen, tmp_path / "kept")
     rebuilt = build(tmp_path / "again", tmp_path / "kept")
@@ -231,11 +229,10 @@ def test_datasets_loads_exported_records_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize("rule", ["any", "half", "all"])
-@pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("named", [True, False])
-def test_documents_are_kept_by_the_share_of_their_tokens(rule, packing, named, tmp_path):
+def test_documents_are_kept_by_the_share_of_their_tokens(rule, named, tmp_path):
     rows = records(named=named)
-    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"), packing=packing)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], ".jsonl"))
     chosen_N = choose(artifact, share=0.6)
     expected = select_documents(rows_of(artifact), chosen_N, rule)
     want = slow_kept(artifact, chosen_N, rule)
@@ -455,12 +452,11 @@ NESTED = [
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("packing", ["document", "concat"])
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_rows_keep_the_other_columns_of_their_records(suffix, packing, kind, tmp_path, monkeypatch):
+def test_rows_keep_the_other_columns_of_their_records(suffix, kind, tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.select.export.BLOCK_ROWS", 5)
     rows = [{"id": f"doc-{i}", **record} for i, record in enumerate(NESTED)]
-    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], suffix), packing=packing)
+    artifact = build(tmp_path, write_chunked(tmp_path / "corpus", rows, [7, 15], suffix))
     chosen = np.flatnonzero(choose(artifact))
     lines = export(artifact, chosen, tmp_path / "kept", kind)
     store = rows_of(artifact)

@@ -155,7 +155,7 @@ def method(path: Path) -> Any:
         artifact=SimpleNamespace(manifest=SimpleNamespace(fingerprints={})),
         units=SimpleNamespace(fingerprint="u", units=[SimpleNamespace(target="t", unit_id=str(e)) for e in range(2)]),
         progress=SimpleNamespace(stage=lambda *_, **__: None, advance=lambda *_: None),
-        blocks=lambda: [(0, 4), (4, 6)],
+        blocks=lambda start=0: [block for block in ((0, 4), (4, 6)) if block[0] >= start],
         n_units=2,
         n_rows=6,
     )

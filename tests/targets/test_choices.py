@@ -7,6 +7,7 @@ import pytest
 from grasp.errors import TargetError
 from grasp.settings import TargetSettings
 from grasp.targets.load import load_units
+from grasp.targets.margins import with_metric
 from grasp.targets.units import Unit, UnitSet
 
 TEXTS = ["bird", "stone", "iron", "wind"]
@@ -117,7 +118,7 @@ def test_columns_that_only_look_like_choices_are_ignored(tmp_path):
 def test_white_space_around_single_choices_is_removed_and_counted(tmp_path, choices, prompt, expected, n_changed):
     (unit,) = units(tmp_path, {"prompt": prompt, "choices": choices, "answer": 1})
     assert (list(unit.choices), unit.completion) == (expected, expected[1])
-    counts = UnitSet((unit.scored_by("margin"),)).rendered(None).unwritten.counts
+    counts = UnitSet((with_metric(unit, "margin"),)).rendered(None).unwritten.counts
     assert counts == ({"choice_space": n_changed} if n_changed else {})
 
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.corpus.sources import IN_MEMORY
-from grasp.errors import MissingExtraError, TargetError
-from grasp.settings import DatasetTarget, TargetSettings
+from grasp.errors import TargetError
+from grasp.settings import TargetSettings
 from grasp.targets import load_units
 from grasp.targets.load import target_name, unread_files_notes
 from grasp.targets.unit_records import units_from_records
@@ -197,76 +197,6 @@ def test_missing_and_damaged_files(tmp_path):
     for name, message in (("gone.jsonl", "no such"), ("bad.jsonl.gz", "damaged")):
         with pytest.raises(TargetError, match=f"{name}: {message}"):
             load(tmp_path, name=name)
-
-
-# ---------------------------------------------------------------- templates over columns
-
-datasets = pytest.importorskip("datasets")
-
-TABLE = {"key": ["a", "b"], "question": ["Who?", "Where?"], "answer": ["me", "here"], "spans": [["x"], ["y"]]}
-
-
-def mapped(path, **changes):
-    settings = {"name": "qa", "path": str(path), "prompt": "Q: {question}\nA:", "completion": " {answer}"}
-    return load_units(TargetSettings(datasets=(DatasetTarget(**settings | changes),))).units
-
-
-@pytest.fixture
-def table(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.Dataset.from_dict(TABLE).save_to_disk(tmp_path / "table")
-    return tmp_path / "table"
-
-
-def test_columns_fill_the_templates(table):
-    units = {unit.unit_id: (unit.prompt, unit.completion) for unit in mapped(table)}
-    assert units == {"qa:0": ("Q: Who?\nA:", " me"), "qa:1": ("Q: Where?\nA:", " here")}
-    units = {unit.unit_id: unit.completion for unit in mapped(table, unit_id="key", completion="{spans[0]}")}
-    assert units == {"qa:a": "x", "qa:b": "y"}
-    assert {unit.prompt for unit in mapped(table, prompt="Q: {{ spans | first }}")} == {"Q: x", "Q: y"}
-
-
-def test_a_split_is_chosen_by_name_and_data_files_are_read_as_well(table):
-    rows, place = datasets.Dataset.from_dict(TABLE), table.parent
-    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(place / "splits")
-    assert [unit.completion for unit in mapped(place / "splits", split="test")] == [" here"]
-    for split, message in ((None, "test, train"), ("dev", r"qa\.split: .*'dev'.*test, train")):
-        with pytest.raises(TargetError, match=message):
-            mapped(place / "splits", split=split)
-    rows.to_parquet(place / "data" / "train.parquet")
-    assert len(mapped(place / "data")) == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt": "{nope}"}, "qa: .*nope.*key, question, answer, spans"),
-        ({"unit_id": "uid"}, "column uid"),
-        ({"prompt": "{}"}, r"qa\.prompt: '\{\}'.*name"),
-        ({"prompt": "{question"}, r"qa\.prompt: .*format string"),
-        ({"completion": "{spans[3]}"}, r"row 0: .*targets\.datasets\.qa\.completion.*IndexError"),
-        ({"completion": ""}, "row 0: completion: .*''"),
-        ({"split": "test"}, r"qa\.split: .*'test'.*one table"),
-    ],
-)
-def test_mappings_that_do_not_fit_are_refused(table, changes, message):
-    with pytest.raises(TargetError, match=message):
-        mapped(table, **changes)
-
-
-def test_a_path_with_nothing_to_read_and_a_missing_package_are_named(table, monkeypatch):
-    datasets.Dataset.from_dict({"question": [], "answer": []}).save_to_disk(table.parent / "none")
-    (table.parent / "bare").mkdir()
-    for name, message in (("none", ".*none"), ("bare", ".*no file of records")):
-        with pytest.raises(TargetError, match=f"targets.datasets.qa: {message}"):
-            mapped(table.parent / name)
-
-    def absent(module):
-        raise ImportError(module)
-
-    monkeypatch.setattr("importlib.import_module", absent)
-    with pytest.raises(MissingExtraError, match=r"pip install 'datasets>="):
-        mapped(table)
 
 
 def test_units_of_parquet_are_those_of_json_lines(tmp_path):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from grasp.corpus.row_store import TokenRows
 from grasp.seeds import stream
-from grasp.training.fine_tuning import FineTuning
+from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.further_training import FurtherTraining, dpo_backward, margins
 from grasp.training.row_order import row_order
@@ -57,7 +57,7 @@ def margin(model, pairs, i):
 @pytest.mark.parametrize("offset", [0.0, 1.5], ids=["at the reference", "away from it"])
 def test_the_dpo_loss_and_its_gradient_are_those_of_the_formula(micro_rows, offset):
     model, pairs = tiny_model(), Rows().shard(0)
-    training = FineTuning(model, RECIPE.model_copy(update={"micro_rows": micro_rows}))
+    training = AdamWTraining(model, RECIPE.model_copy(update={"micro_rows": micro_rows}))
     training.zero_gradients()
     reference_B = margins(training, pairs) - offset * np.arange(len(pairs))
     expected = torch.stack([margin(model, pairs, i) for i in range(len(pairs))])

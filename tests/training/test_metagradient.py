@@ -11,15 +11,15 @@ from scipy.stats import spearmanr
 
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
-from grasp.training.adjoint import Adjoint, UpdateConstants, through_update
-from grasp.training.fine_tuning import FineTuning
+from grasp.training.adamw import AdamWTraining
+from grasp.training.adjoint import Adjoint, through_update
 from grasp.training.hessian_products import curvature_product
 from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, replay_cost, utilities
 from grasp.training.replay_checks import agreement, check_by_groups, smoothness
 from grasp.training.replayed_rows import replay_rows, standardize_scores
 from grasp.training.row_derivatives import cheaper_method, row_derivatives
 from grasp.training.row_order import batch_order
-from grasp.training.train import Trainer, train
+from grasp.training.train import start_training, train
 from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
 from tests.mentions import assert_mentions
@@ -46,7 +46,7 @@ CENTRAL = MetagradientSettings(curvature="difference", relative_step=1e-5, root_
 
 def trajectory(model, recipe=RECIPE, rows=None, **options):
     rows = some_rows() if rows is None else rows
-    return Trajectory(FineTuning(copy.deepcopy(model), recipe), rows, some_order(recipe.steps), **options)
+    return Trajectory(AdamWTraining(copy.deepcopy(model), recipe), rows, some_order(recipe.steps), **options)
 
 
 def replayed(model, settings=CENTRAL, recipe=RECIPE, rows=None, targets=None, **options):
@@ -138,7 +138,7 @@ def test_retraining_with_a_changed_row_weight_changes_the_utility_by_the_derivat
 @pytest.mark.parametrize(("curvature", "tolerance"), [("difference", 1e-6), ("gauss-newton", 1e-6)])
 @pytest.mark.parametrize("micro_rows", [None, 2])
 def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_rows):
-    training = FineTuning(tiny_model(tied=True), RECIPE.model_copy(update={"micro_rows": micro_rows}))
+    training = AdamWTraining(tiny_model(tied=True), RECIPE.model_copy(update={"micro_rows": micro_rows}))
     ids_BL, weight_BL = a_batch()
     losses, logits = flat_losses(training, ids_BL, weight_BL)
     flat_P = torch.cat([parameter.detach().flatten() for parameter in training.parameters])
@@ -168,7 +168,7 @@ def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_ro
 
 @pytest.mark.parametrize("curvature", ["difference", "gauss-newton"])
 def test_a_direction_of_zero_gives_zero(curvature):
-    training = FineTuning(tiny_model(), RECIPE)
+    training = AdamWTraining(tiny_model(), RECIPE)
     zero = [torch.zeros_like(parameter) for parameter in training.parameters]
     product, along_B = curvature_product(training, *a_batch(), zero, curvature)
     assert not any(tensor.any() for tensor in product)
@@ -178,7 +178,7 @@ def test_a_direction_of_zero_gives_zero(curvature):
 @pytest.mark.parametrize("method", ["difference", "gradient"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_derivatives_of_tokens_sum_to_those_of_rows(method, tied):
-    training = FineTuning(tiny_model(tied=tied), RECIPE)
+    training = AdamWTraining(tiny_model(tied=tied), RECIPE)
     ids_BL, weight_BL = a_batch()
     torch.manual_seed(0)
     directions = [[torch.randn_like(parameter) for parameter in training.parameters] for _ in range(3)]
@@ -202,7 +202,7 @@ def test_derivatives_of_tokens_sum_to_those_of_rows(method, tied):
 
 
 def test_padding_has_no_derivative():
-    training = FineTuning(tiny_model(), RECIPE)
+    training = AdamWTraining(tiny_model(), RECIPE)
     ids_BL, weight_BL = a_batch()
     torch.manual_seed(0)
     direction = [torch.randn_like(parameter) for parameter in training.parameters]
@@ -220,7 +220,6 @@ def test_padding_has_no_derivative():
 def test_derivatives_through_the_root_equal_autograd():
     generator = torch.Generator().manual_seed(0)
     recipe = RECIPE.model_copy(update={"clip_norm": 0.7, "weight_decay": 0.2})
-    constants = UpdateConstants(step=3, recipe=recipe, clip_epsilon=1e-6, root=1e-3)
     theta, m, v, g, a, am, av = torch.randn(7, 20, dtype=torch.float64, generator=generator)
     v = v.square()
     g = g.requires_grad_()
@@ -233,8 +232,7 @@ def test_derivatives_through_the_root_equal_autograd():
     after = (1 - rate * 0.2) * theta - rate * m1 / (1 - b1**4) / (r + recipe.epsilon)
     expected = torch.autograd.grad((a * after + am * m1 + av * v1).sum(), [g, m, v])
     adjoint = Adjoint([a.clone()], [am.clone()], [av.clone()])
-    (u,), left_out = through_update(adjoint, constants, [g.detach()], [m1.detach()], [v1.detach()])
-    assert left_out == 0
+    (u,) = through_update(adjoint, [g.detach()], [m1.detach()], [v1.detach()], recipe=recipe, step=3, root=1e-3)
     for derivative, reference in zip((u, adjoint.first[0], adjoint.second[0]), expected, strict=True):
         torch.testing.assert_close(derivative, reference, rtol=1e-10, atol=1e-12)
 
@@ -255,7 +253,7 @@ def test_results_of_a_target_do_not_depend_on_other_targets_of_the_replay():
 def test_a_short_batch_ends_an_epoch():
     order = [index_B[: 2 + step % 2] for step, index_B in enumerate(some_order())]
     model, rows = tiny_model(), some_rows()
-    whole = Trajectory(FineTuning(copy.deepcopy(model), RECIPE), rows, order)
+    whole = Trajectory(AdamWTraining(copy.deepcopy(model), RECIPE), rows, order)
     whole.train()
     result = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
     short = np.isnan(result.drawn_KBT[..., 0])
@@ -281,14 +279,14 @@ def test_a_probe_of_a_drawn_row_equals_its_derivative_at_that_step():
 
 
 def test_a_probe_of_a_batch_without_labels_is_finite():
-    """Its weights are those of `label_weights`: at least one label counts."""
+    """As in `token_batches`: at least one label counts."""
     tokens = some_rows(4)
     rows = InMemoryRows.from_rows(
         [tokens.rows(np.array([i])).flat_ids for i in range(4)],
         [np.full(len(tokens.rows(np.array([i])).flat_ids), i > 0) for i in range(4)],
     )
     order = [np.array([1]), np.array([0]), np.array([2])]
-    training = Trajectory(FineTuning(tiny_model(), RECIPE.model_copy(update={"steps": 3})), rows, order)
+    training = Trajectory(AdamWTraining(tiny_model(), RECIPE.model_copy(update={"steps": 3})), rows, order)
     training.train()
     replay = metagradient(training, some_targets(), CENTRAL.model_copy(update={"probe_steps": (1,)}))
     assert np.isfinite(replay.probed()).all()
@@ -308,7 +306,7 @@ def test_probes_have_equal_weight_independently_of_their_scale():
     value_MNT = np.random.default_rng(0).standard_normal((3, 9, 2))
     empty = np.zeros((0, 0, 2))
     rest = [np.zeros(0, np.int64), empty, np.array([4, 7, 9])]
-    tail = [np.zeros(2), np.zeros((0, 2)), np.zeros(0, np.int64)]
+    tail = [np.zeros(2), np.zeros((0, 2))]
     plain = Metagradient(*rest, value_MNT, *tail)
     scaled = Metagradient(*rest, value_MNT * [[[1.0]], [[50.0]], [[1e-3]]] + 5.0, *tail)
     np.testing.assert_allclose(scaled.probed(), plain.probed(), atol=1e-9)
@@ -368,32 +366,32 @@ def test_a_trajectory_from_scratch_equals_a_retrain_bit_for_bit():
     rows = corpus()
     trained = train(SCRATCH, rows, seed=5)
     order = batch_order(np.ones(40), seed=5, batch_rows=SCRATCH.batch_rows, first_step=0, last_step=SCRATCH.steps)
-    training = Trainer(SCRATCH, [5], "cpu")
+    training = start_training(SCRATCH, 5)
     whole = Trajectory(training, rows, list(order))
     whole.train()
-    for name, tensor in training.model.state(0).items():
+    for name, tensor in training.model.state_dict().items():
         assert torch.equal(tensor, trained.model.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("curvature", ["difference", "gauss-newton"])
-def test_derivatives_of_a_stacked_model_equal_those_of_its_transformers_version(curvature):
+def test_derivatives_in_float32_equal_those_in_float64(curvature):
     rows = corpus()
     settings = MetagradientSettings(curvature=curvature, probe_steps=(6,))
     order = list(batch_order(np.ones(40), seed=5, batch_rows=6, first_step=0, last_step=12))
     targets = [type(some_targets()[0])("all", units())]
     recipe = SCRATCH.model_copy(update={"micro_rows": 4})
-    training = Trainer(recipe, [5], "cpu")
-    slow = training.model.to_hf(0).double()
+    training = start_training(recipe, 5)
+    slow = copy.deepcopy(training.model).double()
     results = []
-    for trainer in (training, FineTuning(slow, recipe)):
+    for trainer in (training, AdamWTraining(slow, recipe)):
         whole = Trajectory(trainer, rows, order)
         whole.train()
         results.append(metagradient(whole, targets, settings))
-    stacked, exact = results
+    single, exact = results
     scale = np.abs(exact.drawn_KBT).max()
     # float32 and its differences against float64: the error documented at RELATIVE_STEP, over twelve steps
-    np.testing.assert_allclose(stacked.drawn_KBT, exact.drawn_KBT, rtol=0, atol=1e-2 * scale)
-    np.testing.assert_allclose(stacked.probe_MNT, exact.probe_MNT, rtol=0, atol=1e-2 * scale)
+    np.testing.assert_allclose(single.drawn_KBT, exact.drawn_KBT, rtol=0, atol=1e-2 * scale)
+    np.testing.assert_allclose(single.probe_MNT, exact.probe_MNT, rtol=0, atol=1e-2 * scale)
 
 
 # ------------------------------------------------------------------------------------------------------------- guards
@@ -401,23 +399,23 @@ def test_derivatives_of_a_stacked_model_equal_those_of_its_transformers_version(
 
 def test_what_cannot_be_differentiated_is_refused():
     with pytest.raises(ModelError, match="has weights in bfloat16"):
-        FineTuning(tiny_model().bfloat16(), RECIPE)
+        AdamWTraining(tiny_model().bfloat16(), RECIPE)
     with pytest.raises(ModelError, match="requires a gradient"):
-        FineTuning(tiny_model().requires_grad_(False), RECIPE)
+        AdamWTraining(tiny_model().requires_grad_(False), RECIPE)
     compiled = tiny_model()
     compiled._compiled_call_impl = compiled._call_impl
     with pytest.raises(ModelError, match="is compiled"):
-        FineTuning(compiled, RECIPE)
+        AdamWTraining(compiled, RECIPE)
     normed = tiny_model()
     normed.transformer.ln_f = torch.nn.BatchNorm1d(8).double()
     with pytest.raises(ModelError, match="has BatchNorm1d"):
-        FineTuning(normed, RECIPE)
+        AdamWTraining(normed, RECIPE)
 
 
 def test_dropout_is_disabled_with_a_note():
     model = tiny_model()
     model.transformer.h[0].attn.attn_dropout.p = 0.5
-    (note,) = FineTuning(model.train(), RECIPE).notes
+    (note,) = AdamWTraining(model.train(), RECIPE).notes
     assert note.startswith("dropout is disabled")
     assert not model.training
     np.testing.assert_array_equal(replayed(model).drawn_KBT, replayed(tiny_model()).drawn_KBT)
@@ -426,13 +424,13 @@ def test_dropout_is_disabled_with_a_note():
 def test_the_auxiliary_loss_of_routers_is_left_out_with_a_note():
     model = tiny_model()
     model.config.output_router_logits = True
-    assert_mentions(FineTuning(model, RECIPE).notes, "auxiliary loss")
+    assert_mentions(AdamWTraining(model, RECIPE).notes, "auxiliary loss")
 
 
 def test_a_forward_pass_that_is_not_deterministic_is_refused():
     model = tiny_model()
     model.transformer.ln_f.register_forward_hook(lambda _, args, out: out * (1 + torch.rand(())))
-    training = Trajectory(FineTuning(model, RECIPE), some_rows(), some_order())
+    training = Trajectory(AdamWTraining(model, RECIPE), some_rows(), some_order())
     training.train()
     with pytest.raises(ModelError, match="computed again"):
         metagradient(training, some_targets(), MetagradientSettings())
@@ -444,7 +442,6 @@ def test_the_cost_of_a_replay_is_forecast():
     forecast = replay_cost(training.order, training.rows.n_rows, 2, settings)
     assert forecast.total == pytest.approx(1 + 1 + 4 + 3 * 8 / 15)
     assert str(forecast).startswith("7.6 trainings: 1.0 forward")
-    assert str(training.size).startswith("5 steps of ")
     assert cheaper_method(1) == ("difference", pytest.approx(2 / 3))
     assert cheaper_method(2)[0] == "gradient"
 
@@ -462,7 +459,6 @@ def made_up(norm_K, drawn_KBT, probe_MNT=None):
         np.zeros((0, 0, n_targets)) if probe_MNT is None else probe_MNT,
         np.zeros(n_targets),
         np.repeat(norm_K[:, None], n_targets, axis=1),
-        np.zeros(steps, np.int64),
     )
 
 
@@ -521,7 +517,7 @@ def in_order(recipe=RECIPE):
 
     def start(w):
         order = list(np.random.default_rng(w).integers(7, size=(recipe.steps, 3)))
-        return Trajectory(FineTuning(tiny_model(), recipe), some_rows(), order)
+        return Trajectory(AdamWTraining(tiny_model(), recipe), some_rows(), order)
 
     return start
 

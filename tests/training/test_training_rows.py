@@ -1,6 +1,6 @@
 """The order of rows is one permutation of the corpus per seed and epoch, without the dropped rows."""
 
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grasp.errors import ModelError
-from grasp.training.row_order import batch_order, label_weights, relative_weights, token_batches
+from grasp.training.row_order import batch_order, relative_weights, token_batches
 from tests.models.toy import InMemoryRows
 
 ROWS = InMemoryRows.from_rows([[i, i + 1, *range(i % 4)] for i in range(20)])
@@ -46,19 +46,16 @@ def test_resuming_at_a_step_gives_the_same_batches(first):
 @pytest.mark.parametrize("window", [1, 9, 10_000])
 def test_batches_hold_the_rows_padded_on_the_right(window, monkeypatch):
     monkeypatch.setattr("grasp.training.row_order.WINDOW_ROWS", window)
-    retained = [np.arange(20) < 9, np.arange(20) > 4]
-    orders = [batch_order(k, seed=0, batch_rows=3, first_step=0, last_step=5) for k in retained]
-    batches = list(token_batches(ROWS, orders, steps=5, context=8, vocab_size=30))
-    assert len(batches) == 5
-    seen = [np.concatenate([batch.row_index_KB[k] for batch in batches]).tolist() for k in range(2)]
-    assert seen == [order(k, steps=5, batch=3) for k in retained]
+    retained = np.arange(20) > 4
+    steps = [*batch_order(retained, seed=0, batch_rows=3, first_step=0, last_step=5), np.array([7, 2])]
+    batches = list(token_batches(ROWS, steps, context=8, vocab_size=30))
+    assert [batch.row_index_B.tolist() for batch in batches] == [rows.tolist() for rows in steps]
     for batch in batches:
-        flat = (batch.ids_KBL.reshape(6, -1), batch.loss_mask_KBL.reshape(6, -1), batch.row_index_KB.ravel())
-        for ids, loss_mask, row in zip(*flat, strict=True):
+        for ids, weights, row in zip(batch.ids_BL, batch.weight_BL, batch.row_index_B, strict=True):
             length = 2 + row % 4
             assert ids[:length].tolist() == [row, row + 1, *range(row % 4)]
             assert not ids[length:].any()
-            assert loss_mask.nonzero()[0].tolist() == list(range(1, length))
+            assert weights.nonzero()[0].tolist() == list(range(length - 1))
 
 
 def test_a_row_is_repeated_by_its_weight_in_the_order_of_the_corpus():
@@ -80,18 +77,20 @@ def test_equal_weights_are_a_plain_subset():
 
 
 def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
-    (batch,) = islice(token_batches(ROWS, [iter([np.array([0, 2, 3])])], steps=1, context=8, vocab_size=30), 1)
-    weight = label_weights(batch)
-    np.testing.assert_allclose(weight[0] * (1 + 3 + 4), [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], rtol=1e-6)
-    assert weight.dtype == np.float32
+    weight_N = np.arange(20.0)
+    for factor_N in (None, weight_N):
+        (batch,) = token_batches(ROWS, [np.array([0, 2, 3])], context=8, vocab_size=30, weight_N=factor_N)
+        factor_B1 = np.ones((3, 1)) if factor_N is None else factor_N[[0, 2, 3], None]
+        expected = factor_B1 * [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+        np.testing.assert_allclose(batch.weight_BL * batch.n_labels, expected, rtol=1e-12)
+        assert batch.n_labels == 1 + 3 + 4
 
 
 def test_only_tokens_that_carry_loss_have_weight_in_a_batch():
     masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
     rows = InMemoryRows.from_rows([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
-    (batch,) = token_batches(rows, [iter([np.array([2, 3])])], steps=1, context=8, vocab_size=30)
-    weight = label_weights(batch)
-    np.testing.assert_allclose(weight[0] * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
+    (batch,) = token_batches(rows, [np.array([2, 3])], context=8, vocab_size=30)
+    np.testing.assert_allclose(batch.weight_BL * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
     assert rows.fingerprint != ROWS.fingerprint
 
 
@@ -112,6 +111,5 @@ def test_fewer_rows_than_in_a_batch_are_refused(retained, message):
     [(3, 30, r"row 2 .*\b4 tokens.*\b3\b"), (8, 20, r"row 19 .*token id 20\b.*\b19\b")],
 )
 def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
-    whole = iter([np.arange(20)])
     with pytest.raises(ModelError, match=message):
-        next(token_batches(ROWS, [whole], steps=1, context=context, vocab_size=vocab_size))
+        next(token_batches(ROWS, [np.arange(20)], context=context, vocab_size=vocab_size))

@@ -39,7 +39,7 @@ def test_from_a_backbone_to_predictions(world):
     outcome = succeed("select", art, "--budget", "50%", "--target", "trusted", "--out", world / "kept.parquet")
     assert "15" in outcome.out
     message = refused("score", art, "--target", "trusted", "--method", "bm25")
-    assert re.search("no texts, but read by `classifier`.*--predictions", message)
+    assert re.search("no texts, but read by `classifier`.*score texts only", message)
 
 
 def test_invalid_input_is_reported(world, tmp_path):

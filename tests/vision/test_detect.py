@@ -1,8 +1,8 @@
-"""grasp detect finds planted mistakes in images and texts, and refuses inputs that would inflate its figures."""
+"""grasp detect finds planted mistakes in images, and refuses inputs that would inflate its figures."""
 
 import base64
-import json
 import re
+from math import nan
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +20,9 @@ from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
 from tests.mentions import assert_mentions
-from tests.pipeline.world import texts, world
 from tests.report.world import HOSTILE, write_artifact
 from tests.rounding import rounding
-from tests.vision.images_world import pictures, settings, write_parquet
+from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,10 @@ def noisy(tmp_path_factory):
     classes = pictures(60, seed=4)[1]
     changed = [i % 10 == 3 for i in range(60)]
     labels = [(c + 1) % 3 if bad else c for c, bad in zip(classes, changed, strict=True)]
-    write_parquet(root / "train.parquet", 60, seed=4, label=labels, changed=changed, one=[True] * 60)
+    marks = {"one": [True] * 60, "checked": [i < 30 for i in range(60)]}
+    marks["part"] = [None if i == 4 else True for i in range(60)]
+    marks |= {"minus": [-1 if i == 5 else 0 for i in range(60)], "nan": [nan if i == 6 else 1.0 for i in range(60)]}
+    write_parquet(root / "train.parquet", 60, seed=4, label=labels, changed=changed, **marks)
     fitting = build_settings(data)
     fit_head(fitting.model, fitting.corpus, root / "head.safetensors", decay=0.3)
     data["model"]["classifier"] |= {"fitted_head": str(root / "head.safetensors")}
@@ -90,7 +92,7 @@ def test_a_class_with_one_example_is_reported_and_not_judged(tmp_path):
     data = settings(tmp_path)
     write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
     suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
-    assert_mentions(suspects.notes, "1 rows", "image_class")
+    assert_mentions(suspects.notes, "1 rows", "unique class")
 
 
 def test_trusted_images_that_are_rows_are_refused_under_any_name(tmp_path):
@@ -105,98 +107,94 @@ def test_trusted_images_that_are_rows_are_refused_under_any_name(tmp_path):
     assert "trusted:t1 = train-4" in str(caught.value)
 
 
-def _with(settings, **corpus):
-    """Return build settings with one row per document."""
-    return settings.model_copy(
-        update={"corpus": settings.corpus.model_copy(update={"max_rows_per_document": 1} | corpus)}
-    )
-
-
-@pytest.fixture(scope="module")
-def marked(tmp_path_factory):
-    """Build texts with columns that are not a ground truth, and with uninformative labels."""
-    root = tmp_path_factory.mktemp("marked")
-    base = world(root)
-    lines = [
-        {"row_id": f"row-{i}", "text": text, "one": "x", "own": str(i), "checked": i < 30}
-        | {"part": None if i == 4 else True, "minus": -1 if i == 5 else 0, "nan": float("nan") if i == 6 else 1.0}
-        for i, text in enumerate(texts(40))
-    ]
-    pq.write_table(pa.Table.from_pylist(lines), root / "marked.parquet")
-    return ArtifactReader.open(build_artifact(_with(base, path=str(root / "marked.parquet")), root / "art"))
-
-
-@pytest.mark.parametrize(("name", "why"), [("one", "same"), ("own", "alone")])
-def test_uninformative_labels_are_not_used_for_ranking(marked, name, why):
-    suspects = detect(marked, "facts", label=name)
+@pytest.mark.parametrize(("n_rows", "classes", "why"), [(12, ["x"], "same"), (10, list("abcdefghij"), "of its own")])
+def test_uninformative_classes_are_not_used_for_ranking(tmp_path, n_rows, classes, why):
+    data = settings(tmp_path)
+    data["model"]["classifier"]["classes"] = []
+    write_parquet(tmp_path / "train.parquet", n_rows, label=[classes[i % len(classes)] for i in range(n_rows)])
+    write_parquet(tmp_path / "trusted.parquet", 3, seed=1, label=["x" if "x" in classes else "a"] * 3)
+    if len(classes) == 1:
+        classes = [*classes, "y"]
+        trusted = {"label": ["x", "x", "y"]}
+        write_parquet(tmp_path / "trusted.parquet", 3, seed=1, **trusted)
+    data["model"]["classifier"] |= {"classes": classes, "arguments": {"classes": len(classes)}}
+    write_weights(tmp_path / "weights.safetensors", TinyNet(classes=len(classes)))
+    suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
     assert list(suspects.scores) == ["low_relevance"]
-    assert why in suspects.notes[0]
-    assert "relevance alone" in suspects.notes[0]
+    (note,) = [note for note in suspects.notes if "low_relevance alone" in note]
+    assert why in note
 
 
-def test_rows_verified_as_correct_are_the_null_distribution(marked):
-    suspects = detect(marked, "facts", clean="checked", false_positives=0.1)
-    assert list(suspects.scores) == ["low_relevance"]  # nothing is said of labels
-    assert suspects.threshold.value == np.sort(suspects.scores["low_relevance"][:30])[27]
+def test_rows_verified_as_correct_are_the_null_distribution(noisy):
+    suspects = detect(noisy, "trusted", clean="checked", false_positives=0.1)
+    assert suspects.threshold.value == np.sort(suspects.scores["fused"][:30])[27]
     printed = succeed(
-        "detect", marked.path, "--target", "facts", "--clean", "checked", "--false-positives", 0.1, "--top", 0
+        "detect", noisy.path, "--target", "trusted", "--clean", "checked", "--false-positives", 0.1, "--top", 0
     ).out
     assert "average" in printed
 
 
-def test_flags_explained_by_chance_are_not_suspects(marked):
-    suspects = detect(marked, "facts", false_positives=0.2)
-    assert suspects.threshold.n_flagged <= 8 + 2 * 8**0.5
-    assert_mentions(suspects.headline, "low_relevance", "8 of 40 rows")
+def test_flags_explained_by_chance_are_not_suspects(tmp_path):
+    data = settings(tmp_path)
+    suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), false_positives=0.3)
+    assert suspects.threshold.n_flagged <= 9 + 2 * 9**0.5
+    assert_mentions(suspects.headline, "No suspects", "9 of 30 rows")
     assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
 
 
-def test_a_result_displays_the_first_rows_and_contains_all(marked):
-    suspects = detect(marked, "facts", top=3)
+def test_a_result_displays_the_first_rows_and_contains_all(noisy):
+    suspects = detect(noisy, "trusted", top=3)
     lines = repr(suspects).splitlines()
     assert lines[0] == suspects.headline
     assert [line.split()[3] for line in lines[2:5]] == suspects.table["row_id"].to_pylist()[:3]
     assert lines[5] == suspects.notes[0]
-    assert ">row-" in suspects._repr_html_()
+    assert ">train-" in suspects._repr_html_()
     frame = suspects.to_pandas()
-    assert len(frame) == 40
-    assert frame["low_relevance"].is_monotonic_decreasing
+    assert len(frame) == 60
+    assert frame["fused"].is_monotonic_decreasing
 
 
 def test_hostile_rows_are_text_on_a_page(tmp_path):
-    artifact = write_artifact(tmp_path / "art", topics=HOSTILE, text=[text or "" for text in HOSTILE])
-    page = detect(artifact, "sciq", label="format").write(tmp_path / "s.html").read_text()
-    assert "<img" not in page
+    data = settings(tmp_path)
+    names = [f"{i}{HOSTILE[i % len(HOSTILE)]}" for i in range(30)]
+    write_parquet(tmp_path / "train.parquet", 30, row_id=names)
+    artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
+    page = detect(artifact, "trusted", top=30).write(tmp_path / "s.html").read_text()
+    assert "<img src=x" not in page
     assert "<script" not in page
     assert "&lt;img src=x" in page
 
 
-def test_identical_rows_are_reported_and_written(tmp_path):
-    base = world(tmp_path)
-    lines = [{"row_id": f"row-{i}", "text": "The same words again.", "topic": "x"} for i in range(12)]
-    (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    artifact = build_artifact(_with(base), tmp_path / "art")
-    shown = succeed("detect", artifact, "--target", "facts", "--label", "topic", "--out", tmp_path / "s.parquet")
-    assert "threshold" in shown.out
-    assert pq.read_table(tmp_path / "s.parquet")["flagged"].to_pylist() == [False] * 12
+def test_identical_rows_are_reported_and_not_flagged(tmp_path):
+    data = settings(tmp_path)
+    images = pictures(1)[0] * 12
+    write_parquet(tmp_path / "train.parquet", 12, image=images, label=[0] * 12)
+    shown = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
+    assert any("threshold is not informative" in note for note in shown.notes)
+    assert shown.table["flagged"].to_pylist() == [False] * 12
+
+
+def test_texts_are_refused(tmp_path):
+    artifact = ArtifactReader.open(write_artifact(tmp_path / "art").path)
+    with pytest.raises(ArtifactError, match="texts, expected images"):
+        detect(artifact, "sciq")
 
 
 def test_scores_do_not_depend_on_block_size(tmp_path):
-    default_shards = ArtifactReader.open(build_artifact(_with(world(tmp_path)), tmp_path / "one"))
-    small_shards = ArtifactReader.open(
-        build_artifact(_with(world(tmp_path)).model_copy(update={"shard_rows": 7}), tmp_path / "other")
-    )
+    data = settings(tmp_path)
+    small_shards = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "one"))
+    default_shards = ArtifactReader.open(build_artifact(build_settings(data | {"shard_rows": 30}), tmp_path / "other"))
     score_NE = np.concatenate([block for _, block in default_shards.array_blocks("relevance_output_layer")]).astype(
         float
     )
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
-    terms = 2 * (4 * 16 + 32 + 48) + 40  # two layers of the model in float32, and the rows
+    terms = 2 * (27 * 8 + 72 * 10 + 10 + 3) + 30  # the layers of the model in float32, and the rows
     for artifact in (default_shards, small_shards):
-        blocks = list(standardised_blocks(artifact, "relevance_output_layer", "facts", Silent()))
+        blocks = list(standardised_blocks(artifact, "relevance_output_layer", "trusted", Silent()))
         assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
         actual_NE = np.concatenate([block for _, block in blocks])
         np.testing.assert_allclose(actual_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))
-        detected_N = detect(artifact, "facts").scores["low_relevance"]
+        detected_N = detect(artifact, "trusted").scores["low_relevance"]
         np.testing.assert_allclose(detected_N, -score_NE.mean(axis=1), rtol=0, atol=rounding(terms, score_NE))
 
 
@@ -209,11 +207,11 @@ REFUSED = [
     ("noisy", {"truth": "changed", "k": 61}, r"k:.*\b61\b.*\b1\b.*\b60\b"),
     ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
     ("noisy", {"match": "embedding"}, "relevance.*'embedding'"),
-    ("marked", {"k": 5}, "k: .*truth"),
-    ("marked", {"top": -1}, r"top:.*-1\b"),
-    ("marked", {"truth": "part"}, "truth part: .*row-4"),
-    ("marked", {"truth": "minus"}, r"truth minus: .*row-5.*-1\b"),
-    ("marked", {"truth": "nan"}, "truth nan: .*row-6"),
+    ("noisy", {"k": 5}, "k: .*truth"),
+    ("noisy", {"top": -1}, r"top:.*-1\b"),
+    ("noisy", {"truth": "part"}, "truth part: .*train-4"),
+    ("noisy", {"truth": "minus"}, r"truth minus: .*train-5.*-1\b"),
+    ("noisy", {"truth": "nan"}, "truth nan: .*train-6"),
     ("few", {}, r"\b9 rows.*\b10\b"),
 ]
 
@@ -221,7 +219,8 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
 def test_invalid_arguments_are_refused(request, tmp_path, name, changes, message):
     if name == "few":
-        artifact = ArtifactReader.open(build_artifact(_with(world(tmp_path, n_rows=9)), tmp_path / "art"))
+        data = settings(tmp_path, n=9)
+        artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
     else:
         artifact = request.getfixturevalue(name)
     with pytest.raises(GraspError, match=message):

@@ -1,7 +1,7 @@
 """Compare predictions with retrained models: the function `evaluate` behind `grasp.evaluate`.
 
-Methods are additive combinations of kernels, scoring protocols, published methods, and predictions of others. A target
-is called `sciq` in an artifact, and `sciq` or `sciq@all` in runs, by the tokens whose loss was evaluated.
+Methods are additive combinations of kernels, scoring protocols and published methods. A target is called `sciq` in an
+artifact, and `sciq` or `sciq@all` in runs, by the tokens whose loss was evaluated.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,18 +16,17 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import AlignedRuns, MethodInputs
-from grasp.methods.registry import ConfiguredMethod, configure_methods, load_methods, method_predictions
+from grasp.methods.registry import ConfiguredMethod, configure_methods, method_predictions
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.subset_tables import RowIndex
 from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
 from grasp.runs.alignment import Alignment, match_targets
 from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
-from grasp.runs.predictions import Predictions, read_predictions
+from grasp.runs.predictions import Predictions
 from grasp.runs.training_runs import Role, TrainingRuns
 from grasp.text import parse_names
 
@@ -46,7 +45,6 @@ def evaluate(
     protocol: ScoringProtocol | Place | None = None,
     target: str | Sequence[str] | None = None,
     methods: str | Sequence[str] | None = None,
-    predictions: Sequence[Place] = (),
     partial: bool = False,
     method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
@@ -63,9 +61,8 @@ def evaluate(
     Args:
         runs: retrained subsets; see `grasp retrain`.
         protocol: additional protocol to compare with the built-in one.
-        target: targets, separated by commas. Default: all that artifact, runs and files have in common.
+        target: targets, separated by commas. Default: all that artifact and runs have in common.
         methods: published methods, separated by commas; see `grasp methods`.
-        predictions: files of your own predictions: Parquet or .npy, with one value per subset or one score per row.
         partial: use the finished runs of an unfinished directory.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
@@ -74,10 +71,14 @@ def evaluate(
         progress: receives the progress of published methods.
     Raises:
         RunsError: artifact and runs have different rows (the message contains the command that builds a matching
-            artifact), or files and utilities are incomplete.
+            artifact), or utilities are incomplete.
     """
     bound_runs = bind_runs(art.files, runs)
-    published = load_methods(methods, method_settings, checkpoints=checkpoints)
+    published = configure_methods(methods, method_settings)
+    if checkpoints and not any("checkpoints" in entry.method.requires for entry in published):
+        raise SettingsError(
+            "checkpoints: no effect without a method that uses them; pass one with --methods, or omit it"
+        )
     published += configure_methods(None, _oracle_settings(oracles, bound_runs))
     built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}
@@ -91,7 +92,6 @@ def evaluate(
         art.files,
         bound_runs,
         protocols,
-        files=[Path(path) for path in predictions],
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
         targets=None if target is None else parse_names(target, art.files.targets),
@@ -132,7 +132,6 @@ def compare(
     *,
     predicted: Sequence[Predictions] = (),
     selected_on: Mapping[str, Collection[str]] | None = None,
-    files: Sequence[Path] = (),
     methods: Sequence[ConfiguredMethod] = (),
     checkpoints: Sequence[Path] = (),
     targets: Sequence[str] | None = None,
@@ -147,14 +146,13 @@ def compare(
     Args:
         predicted: predictions of further methods.
         selected_on: targets of these runs that further methods were selected on, by the name of the method.
-        files: files of predictions.
         methods: published methods; `checkpoints` for those that use several.
-        targets: target names of the runs; default: all that the artifact and every file have.
+        targets: target names of the runs; default: all that the artifact has.
         seeds: training seeds to use; default: all.
         partial: use the finished subsets of unfinished runs.
         notes: notes to include in the result.
     Raises:
-        RunsError: artifact, files or utilities do not match, or are incomplete.
+        RunsError: artifact or utilities do not match, or are incomplete.
         ProtocolError: the artifact does not fit a protocol.
         SettingsError: an input that a method requires is missing, or its label is used already.
     """
@@ -170,10 +168,7 @@ def compare(
         runs=AlignedRuns.from_alignment(alignment, utilities),
         progress=progress or Silent(),
     )
-    resolved = {
-        name: protocol.resolved_for(artifact.array_names, artifact.feature_settings)
-        for name, protocol in protocols.items()
-    }
+    resolved = {name: protocol.resolved_for(artifact) for name, protocol in protocols.items()}
     rules = additive_methods(artifact.array_names) | resolved
     for method in methods:
         if method.label in rules:
@@ -182,10 +177,6 @@ def compare(
     run_targets = {target: run_target for target, run_target in alignment.run_targets.items() if run_target in selected}
     published = [method_predictions(method, inputs, alignment.blocks, renamed=run_targets) for method in methods]
     predictions = [*alignment.predict(rules, selected), *predicted, *published]
-    for path in files:
-        is_used = path.stem in {prediction.method for prediction in predictions}
-        name = "/".join(path.parts[-2:]) if is_used else None  # with the directory, if two files have the same name
-        predictions.append(read_predictions(path, RowIndex.from_parquet(artifact.rows_path), alignment.blocks, name))
     evaluated = [
         name
         for name in selected

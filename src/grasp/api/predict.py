@@ -426,19 +426,18 @@ def prediction_table(
         outcomes: predictor in the unit of the runs; adds e.g. nats, nats_low and nats_high, which are null for units.
         extrapolations: log that records subsets outside of the range of the runs.
     Returns:
-        Reader with columns subset_id, target[, unit_id], change and the requested ones.
+        Reader with columns subset_id, target[, unit_id], change, and those of `outcomes`.
     """
     interval_columns = [] if outcomes is None else [f"{outcomes.unit}{end}" for end in ("", "_low", "_high")]
     text_columns = ["subset_id", "target"] + (["unit_id"] if predictor.unit_level is not None else [])
-    columns = ["change", *interval_columns]
-    fields = [(name, pa.string()) for name in text_columns] + [(name, pa.float64()) for name in columns]
+    fields = [(name, pa.string()) for name in text_columns]
+    fields += [(name, pa.float64()) for name in ("change", *interval_columns)]
     schema, units = pa.schema(fields, _metadata(predictor)), predictor.units
 
     def batches() -> Iterator[pa.RecordBatch]:
         for block in blocks:
             sums = predictor.sums(block.weights)
-            change_BT = predictor.change_of(sums)
-            numbers = {"change": change_BT}
+            numbers = {"change": predictor.change_of(sums)}
             if outcomes is not None:
                 changes = outcomes.predict(block.weights)
                 numbers |= changes.columns
@@ -447,12 +446,12 @@ def prediction_table(
             texts = {"target": np.array(units.targets, dtype=object)}
             yield _lines(schema, block.subset_ids, texts, numbers)
             if predictor.unit_level is not None:
-                change_BE = predictor.unit_change(block.weights, sums)
+                numbers = {"change": predictor.unit_change(block.weights, sums)}
                 texts = {
                     "target": np.repeat(np.array(units.targets, dtype=object), units.counts_T),
                     "unit_id": artifact.units.column("unit_id").to_numpy(zero_copy_only=False)[units.columns_E],
                 }
-                yield _lines(schema, block.subset_ids, texts, {"change": change_BE})
+                yield _lines(schema, block.subset_ids, texts, numbers)
 
     return pa.RecordBatchReader.from_batches(schema, batches())
 
@@ -472,7 +471,7 @@ def _lines(
         schema: columns of the lines.
         subset_ids: the B subsets.
         texts: names of the tasks or units, (T or E,) for each column of text.
-        numbers: values, (B, T or E) or broadcast to it, for each column of numbers.
+        numbers: values, (B, T or E), for each column of numbers.
     """
     shape = numbers["change"].shape
     text_columns = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Place = Path | str
 Runs = TrainingRuns | RunTable | Place
-REQUIRED = {"--corpus": ("corpus.path",), "--targets": ("targets.names", "targets.datasets")}
+REQUIRED = {"--corpus": "corpus.path", "--targets": "targets.names"}
 
 
 @shows_progress

@@ -37,7 +37,6 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.yaml_files import read_yaml
 
 MAX_ROWS_PRINTED = 100
 
@@ -208,8 +207,7 @@ def _published_method(name: str, settings: Path | str | None) -> ConfiguredMetho
     """
     if name == GRASP:
         raise SettingsError("method: got grasp, which is the default; drop method, or pass match to select a kernel")
-    configured = {} if settings is None else read_yaml(Path(settings))
-    (method,) = configure_methods([name], configured, "method" if settings is None else str(settings))
+    (method,) = configure_methods([name], settings, "method")
     return method
 
 

@@ -17,11 +17,10 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import duckdb
 import numpy as np
@@ -71,11 +70,6 @@ _FUNCTION_NAMES = """
     year month day hour date_part date_trunc to_days to_months to_years to_hours ifnull hash md5
 """
 FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), *GRASP_FUNCTIONS, "list_value"))
-_STATEMENT_WORDS = """
-    attach call copy create delete detach drop export from import insert install load pragma select set update with
-"""
-STATEMENTS = frozenset(_STATEMENT_WORDS.split())
-STATEMENT_REFUSED = "statements are refused; expected a condition on the columns, such as topic = 'Games'"
 FORBIDDEN_CLAUSES = frozenset(
     ("where_clause", "group_expressions", "group_sets", "having", "sample", "qualify", "modifiers")
 )
@@ -192,23 +186,24 @@ class LabelTable:
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
         with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
-            self._schema: pa.Schema = file.schema_arrow
-            self.n_rows = int(file.metadata.num_rows)
-        self.columns: tuple[str, ...] = tuple(self._schema.names)  # allowed in expressions
-        self._read_batches: Callable[[list[str]], Iterator[pa.RecordBatch]] = functools.partial(_batches_of, path)
+            self._set(file.schema_arrow, int(file.metadata.num_rows), functools.partial(_batches_of, path))
 
     @classmethod
     def from_batches(
         cls, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]
-    ) -> "LabelTable":
+    ) -> Self:
         """Return the label columns of rows that are not in one file.
 
         Args:
             read: returns batches with the columns that are named, in the order of rows.
         """
         table = cls.__new__(cls)
-        table._schema, table.n_rows, table.columns, table._read_batches = schema, n_rows, tuple(schema.names), read
+        table._set(schema, n_rows, read)
         return table
+
+    def _set(self, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]) -> None:
+        self.schema, self.n_rows, self.read_batches = schema, n_rows, read
+        self.columns: tuple[str, ...] = tuple(schema.names)  # allowed in expressions
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
@@ -217,70 +212,14 @@ class LabelTable:
             SubsetError: a syntax error, an unknown column, anything but a condition on the columns of one row, or
                 values that cannot be compared.
         """
-        with _connection() as db:
-            query = self._query(db, expression, f"expression {expression!r}")
+        with _Query(self, expression, f"expression {expression!r}") as query:
             if query.kind != pa.bool_():
                 raise SubsetError(
                     f"{query.location}: has type {query.kind}, expected a condition that is true or false"
                 )
-            mask_N = np.zeros(self.n_rows, dtype=np.bool_)
-            start = n_null = 0
-            for result in query.results():
-                n_null += result.null_count
-                mask_N[start : start + len(result)] = result.fill_null(False).to_numpy(zero_copy_only=False)
-                start += len(result)
-        return Matched(mask_N, n_null, query.columns)
-
-    def _query(self, db: duckdb.DuckDBPyConnection, expression: str, location: str) -> "_Query":
-        """Validate an expression and resolve its columns and bins."""
-        statement = _parse(db, expression, self.columns, location)
-        names = self._resolve(statement, location)
-        called = {item["function_name"].lower() for item in _expressions(statement) if item["class"] == "FUNCTION"}
-        define(db, called)
-        for item in _expressions(statement) if "bins" in called else ():
-            if item["class"] == "FUNCTION" and item["function_name"].lower() == "bins":
-                self._set_edges(db, statement, item, location)
-        return _Query(db, self, _sql(db, statement), names, location)
-
-    def _resolve(self, statement: dict[str, Any], location: str) -> tuple[str, ...]:
-        """Replace dotted paths by the columns of nested fields, and return the columns that are named."""
-        names = set()
-        for node in _expressions(statement):
-            if node["class"] == "COLUMN_REF":
-                name = self._known(".".join(node["column_names"]), location)
-                node["column_names"] = [name]
-                names.add(name)
-        return tuple(sorted(names))
-
-    def _set_edges(
-        self, db: duckdb.DuckDBPyConnection, statement: dict[str, Any], call: dict[str, Any], location: str
-    ) -> None:
-        """Replace the number of bins of a call by the edges at quantiles of all rows, and validate given edges."""
-        arguments = [argument["expression"] for argument in call["arguments"]]
-        values, bins = arguments[0], arguments[-1]
-        is_list = bins.get("function_name") == "list_value"
-        nodes = [argument["expression"] for argument in bins["arguments"]] if is_list else [bins]
-        try:
-            numbers = [float(node["literal"]["text"]) for node in nodes]
-        except (KeyError, ValueError):
-            numbers = []
-        is_ascending = all(low < high for low, high in pairwise(numbers))
-        is_count = all(number.is_integer() and 2 <= number <= MAX_BINS for number in numbers)
-        if len(arguments) != 2 or not numbers or not (is_ascending if is_list else is_count):
-            raise SubsetError(
-                f"{location}: bins: expected two arguments, values and 2 to {MAX_BINS:,} bins or ascending edges in "
-                "brackets, e.g. bins(x, [0.5, 0.8])"
-            )
-        if is_list:
-            return
-        query = _Query(db, self, _sql(db, statement, values), self._resolve(values, location), location)
-        edges: Sequence[float] = ()
-        if pa.types.is_integer(query.kind) or pa.types.is_floating(query.kind) or pa.types.is_decimal(query.kind):
-            results = (result.cast(pa.float64()).to_numpy(zero_copy_only=False) for result in query.results())
-            edges = quantile_edges(np.concatenate([np.empty(0), *results]), int(numbers[0]))
-        if not edges:
-            raise SubsetError(f"{location}: bins: got values of type {query.kind}, expected numbers that differ")
-        call["arguments"][1]["expression"] = _parse_node(db, f"[{', '.join(map(repr, edges))}]")
+            results = pa.chunked_array(list(query.results()), pa.bool_())
+        mask_N = np.asarray(results.fill_null(False), dtype=np.bool_)
+        return Matched(mask_N, results.null_count, query.columns)
 
     def matching(self, expression: str) -> Matched:
         """Evaluate a condition as `selection`, and require that it matches some rows but not all.
@@ -325,13 +264,13 @@ class LabelTable:
         Raises:
             SubsetError: an unknown column, or an expression that is invalid or has no single values.
         """
-        if self._spelled(name) is None and _NON_NAME_CHARACTER.search(name):
+        if self.spelled(name) is None and _NON_NAME_CHARACTER.search(name):
             return self._computed(name, f"{location}: expression {name!r}")
-        name = self._known(name, location)
-        kind = self._schema.field(name).type
+        name = self.known(name, location)
+        kind = self.schema.field(name).type
         is_numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind)
         most = MAX_UNBINNED_VALUES if is_numeric else sys.maxsize
-        if (column := _factorised(name, self._read_batches([name]), most)) is not None:
+        if (column := _factorised(name, self.read_batches([name]), most)) is not None:
             return column
         bins = f"bins({identifier(name)}, {DEFAULT_BINS})"
         note = (
@@ -341,23 +280,22 @@ class LabelTable:
         return replace(self._computed(bins, f"{location}: expression {bins!r}"), name=name, note=note)
 
     def _computed(self, expression: str, location: str) -> LabelColumn:
-        with _connection() as db:
-            query = self._query(db, expression, location)
+        with _Query(self, expression, location) as query:
             if not query.columns:
                 raise SubsetError(f"{location}: it names no column; the columns are {list(self.columns)}")
             column = _factorised(expression, (pa.record_batch([array], ["x"]) for array in query.results()))
             assert column is not None
             return replace(column, sql=query.operand)
 
-    def _spelled(self, name: str) -> str | None:
+    def spelled(self, name: str) -> str | None:
         """Return the column name as the file spells it, or None; case is ignored, as in SQL."""
         if name in self.columns:
             return name
         return {column.lower(): column for column in self.columns}.get(name.lower())
 
-    def _known(self, name: str, location: str) -> str:
-        spelled = self._spelled(name)
-        if spelled is not None:
+    def known(self, name: str, location: str) -> str:
+        """Return the column name as the file spells it; raise SubsetError if there is none."""
+        if (spelled := self.spelled(name)) is not None:
             return spelled
         raise SubsetError(
             f"{location}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
@@ -389,15 +327,8 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
     return LabelColumn(name, tuple(code_of), np.concatenate(parts))
 
 
-@contextmanager
-def _connection() -> Iterator[duckdb.DuckDBPyConnection]:
-    with duckdb.connect(":memory:") as db:
-        db.execute(LOCKING_STATEMENTS)
-        yield db
-
-
 class _Query:
-    """A valid expression, ready to be evaluated.
+    """A valid expression over the columns of a table, with a connection that evaluates it.
 
     Attributes:
         sql: the expression, in one line.
@@ -405,46 +336,108 @@ class _Query:
         kind: type of its values.
     """
 
-    def __init__(
-        self, db: duckdb.DuckDBPyConnection, table: LabelTable, sql: str, columns: tuple[str, ...], location: str
-    ) -> None:
-        self._db, self._table, self.sql, self.columns, self.location = db, table, sql, columns, location
-        self._select = f"SELECT ({sql}) AS selected FROM row_batch"
-        self._input_columns = list(columns) or list(table.columns[:1])  # one, if none is named, for the number of rows
-        fields = [table._schema.field(name) for name in self._input_columns]
-        # an empty batch reveals type errors before the file is read
-        self.kind: pa.DataType = self._evaluate(pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).type
+    def __init__(self, table: LabelTable, expression: str, location: str) -> None:
+        self._table, self.location = table, location
+        self._db = duckdb.connect(":memory:")
+        try:
+            self._db.execute(LOCKING_STATEMENTS)
+            self._statement = _parse(self._db, expression, table.columns, location)
+            self.columns = self._resolve(self._statement)
+            calls = [item for item in _expressions(self._statement) if item["class"] == "FUNCTION"]
+            define(self._db, {call["function_name"].lower() for call in calls})
+            for call in calls:
+                if call["function_name"].lower() == "bins":
+                    self._set_edges([argument["expression"] for argument in call["arguments"]], call)
+            self.sql = self._sql_of(self._statement["statements"][0]["node"]["select_list"][0])
+            self.kind = self._kind(self.sql, self.columns)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._db.close()
 
     @property
     def operand(self) -> str:
         """Return the expression as an operand of a condition, as people write it."""
-        node, sql = _parse_node(self._db, self.sql), self.sql
+        sql = self.sql
         if "'" not in sql:  # no text that could look like a call; DuckDB prints "host"(url) and list_value(0.5, 0.8)
             sql = re.sub(r'"(\w+)"\(', r"\1(", re.sub(r"\blist_value\(([^()]*)\)", r"[\1]", sql))
+        node = _parse_node(self._db, self.sql)
         is_call = node["class"] in ("FUNCTION", "COLUMN_REF") and not node.get("is_operator")
         return sql if is_call else f"({sql})"
 
     def results(self) -> Iterator[pa.Array]:
         """Yield the values of the expression, batch by batch."""
-        for batch in self._table._read_batches(self._input_columns):
-            yield self._evaluate(batch)
+        return self._values(self.sql, self.columns)
 
-    def _evaluate(self, batch: pa.RecordBatch) -> pa.Array:
+    def _values(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
+        for batch in self._table.read_batches(self._inputs(columns)):
+            yield self._evaluate(sql, batch)
+
+    def _inputs(self, columns: Sequence[str]) -> list[str]:
+        return list(columns) or list(self._table.columns[:1])  # one, if none is named, for the number of rows
+
+    def _kind(self, sql: str, columns: Sequence[str]) -> pa.DataType:
+        """Return the type of an expression; an empty batch reveals errors before the file is read."""
+        fields = [self._table.schema.field(name) for name in self._inputs(columns)]
+        return self._evaluate(sql, pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).type
+
+    def _evaluate(self, sql: str, batch: pa.RecordBatch) -> pa.Array:
         try:
             self._db.register("row_batch", pa.Table.from_batches([batch]))
-            column = self._db.sql(self._select).to_arrow_table().column(0)
+            column = self._db.sql(f"SELECT ({sql}) AS selected FROM row_batch").to_arrow_table().column(0)
         except duckdb.Error as err:
             raise SubsetError(f"{self.location}: {_one_line(err)}") from err
         return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
 
+    def _resolve(self, tree: Any) -> tuple[str, ...]:
+        """Replace dotted paths by the columns of nested fields, and return the columns that are named."""
+        names = set()
+        for node in _expressions(tree):
+            if node["class"] == "COLUMN_REF":
+                name = self._table.known(".".join(node["column_names"]), self.location)
+                node["column_names"] = [name]
+                names.add(name)
+        return tuple(sorted(names))
 
-def _sql(db: duckdb.DuckDBPyConnection, statement: dict[str, Any], node: dict[str, Any] | None = None) -> str:
-    """Return a node as SQL text, without comments. Default: the selected expression of the statement."""
-    whole = statement["statements"][0]["node"]
-    selected = [{**(whole["select_list"][0] if node is None else node), "alias": ""}]
-    changed = {**statement, "statements": [{**statement["statements"][0], "node": {**whole, "select_list": selected}}]}
-    text = str(db.execute("SELECT json_deserialize_sql(?)", [json.dumps(changed)]).fetchall()[0][0])
-    return text.removeprefix("SELECT ").removesuffix(" FROM row_batch")
+    def _set_edges(self, arguments: Sequence[dict[str, Any]], call: dict[str, Any]) -> None:
+        """Replace the number of bins of a call by the edges at quantiles of all rows, and validate given edges."""
+        values, bins = arguments[0], arguments[-1]
+        is_list = bins.get("function_name") == "list_value"
+        nodes = [argument["expression"] for argument in bins["arguments"]] if is_list else [bins]
+        try:
+            numbers = [float(node["literal"]["text"]) for node in nodes]
+        except (KeyError, ValueError):
+            numbers = []
+        is_ascending = all(low < high for low, high in pairwise(numbers))
+        is_count = all(number.is_integer() and 2 <= number <= MAX_BINS for number in numbers)
+        if len(arguments) != 2 or not numbers or not (is_ascending if is_list else is_count):
+            raise SubsetError(
+                f"{self.location}: bins: expected two arguments, values and 2 to {MAX_BINS:,} bins or ascending edges "
+                "in brackets, e.g. bins(x, [0.5, 0.8])"
+            )
+        if is_list:
+            return
+        sql, columns, edges = self._sql_of(values), self._resolve(values), list[float]()
+        kind = self._kind(sql, columns)
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+            values_N = pa.chunked_array(list(self._values(sql, columns)), kind).cast(pa.float64())
+            edges = quantile_edges(values_N.to_numpy(), int(numbers[0]))
+        if not edges:
+            raise SubsetError(f"{self.location}: bins: got values of type {kind}, expected numbers that differ")
+        call["arguments"][1]["expression"] = _parse_node(self._db, f"[{', '.join(map(repr, edges))}]")
+
+    def _sql_of(self, node: dict[str, Any]) -> str:
+        """Return a node of the statement as SQL text, without comments."""
+        (statement,) = self._statement["statements"]
+        selected = {**statement["node"], "select_list": [{**node, "alias": ""}]}
+        changed = {**self._statement, "statements": [{**statement, "node": selected}]}
+        text = str(self._db.execute("SELECT json_deserialize_sql(?)", [json.dumps(changed)]).fetchall()[0][0])
+        return text.removeprefix("SELECT ").removesuffix(" FROM row_batch")
 
 
 def _parse_node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
@@ -456,14 +449,12 @@ def _parse_node(db: duckdb.DuckDBPyConnection, sql: str) -> dict[str, Any]:
 
 def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[str], location: str) -> dict[str, Any]:
     """Parse an expression into a statement, and validate that it is a single allowed expression."""
-    word, parsed = [*expression.split(maxsplit=1), ""][0].lower(), dict[str, Any]()
-    if not word:
+    parsed: dict[str, Any] = {}
+    if not expression.strip():
         problem = "empty; expected a condition such as topic = 'Games'"
     elif len(expression) > MAX_EXPRESSION_CHARS or "\0" in expression:
         location = f"expression {expression[:60]!r}..."
         problem = f"{len(expression)} characters; expected at most {MAX_EXPRESSION_CHARS} of plain text"
-    elif word in STATEMENTS and word not in columns:
-        problem = STATEMENT_REFUSED
     else:
         try:
             row = db.execute("SELECT json_serialize_sql(?)", [f"{QUERY_PREFIX}{expression}\n)"]).fetchall()[0]
@@ -481,7 +472,10 @@ def _parse(db: duckdb.DuckDBPyConnection, expression: str, columns: Collection[s
 def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str]) -> str:
     """Return why a parsed text is not a single allowed expression; empty if it is one."""
     if parsed.get("error"):
-        return f"{_syntax_error(parsed, expression)}{_quoting_hint(expression, columns)}"
+        need_quotes = [name for name in columns if identifier(name) != name]
+        unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
+        hint = f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
+        return _syntax_error(parsed, expression) + hint
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
@@ -499,20 +493,13 @@ def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str
 def _syntax_error(parsed: dict[str, Any], expression: str) -> str:
     """Return the message of a failed parse, with the text around the error."""
     if parsed.get("error_type") != "parser":
-        return STATEMENT_REFUSED
+        return "statements are refused; expected a condition on the columns, such as topic = 'Games'"
     message = " ".join(str(parsed["error_message"]).split())
     at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
     if not 0 <= at < len(expression):
         return f"{message.split(' at or near')[0]} at its end"
     around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
     return f"{message} (character {at + 1}: ...{around})"
-
-
-def _quoting_hint(expression: str, columns: Collection[str]) -> str:
-    """Return a hint on columns that are named without the double quotes that they need, or nothing."""
-    need_quotes = [name for name in columns if identifier(name) != name]
-    unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
-    return f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
 
 
 def _problem_of_node(node: dict[str, Any]) -> str:

@@ -16,11 +16,11 @@ Shape letters: N rows, n rows of a block, E columns.
 
 import io
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,7 @@ from grasp.artifact.manifest import (
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError
 from grasp.files import InputPaths, kind_of
+from grasp.kernel_table import BuiltRule
 from grasp.readers import Reader, load_reader
 from grasp.store.contents import read_table, read_tensors, readable
 from grasp.store.directory import Files
@@ -152,9 +153,7 @@ class ArtifactReader:
             ArtifactError: not an artifact, unfinished (with its progress and how to resume), damaged, or of another
                 format version.
         """
-        if remote_url(path) is None and kind_of(local_path(path) / MANIFEST) == "nothing":
-            refuse_unfinished(local_path(path))
-        return cls(*open_store(path, SIGNED_MANIFEST, VERIFY))
+        return cls(*open_manifest(path))
 
     @property
     def protected_paths(self) -> dict[str, InputPaths]:
@@ -294,6 +293,13 @@ class ArtifactReader:
         """Return the names of the kernels whose relevance is stored."""
         return tuple(name.removeprefix(RELEVANCE) for name in self.array_names if name.startswith(RELEVANCE))
 
+    @property
+    def rule(self) -> BuiltRule:
+        """Return the weights of the kernels in predictions, as the build recorded them."""
+        if "rule" not in self.manifest.details:
+            raise ArtifactError(f"{self.location}: does not record the weights of its kernels; build it again")
+        return BuiltRule(**self.manifest.details["rule"])
+
     def relevance_name(self, kernel: str) -> str:
         """Return the name of the relevance array of a kernel.
 
@@ -339,12 +345,12 @@ class ArtifactReader:
         block_rows = block_rows or self.grid.shard_rows
         for start in range(0, self.n_rows, block_rows):
             stop = min(start + block_rows, self.n_rows)
-            yield start, self._read(column_reads, (stop - start, width), self._split_range(start, stop))
+            yield start, self._read(column_reads, width, np.arange(start, stop))
 
     def array_rows(self, name: str, row_index: Integers, *, columns: Columns = None) -> F32:
         """Read rows of an array, in the given order, (len(row_index), E) float32; see `array_blocks`."""
         column_reads, width = self._plan_columns(name, columns)
-        return self._read(column_reads, (len(row_index), width), self._split_rows(row_index))
+        return self._read(column_reads, width, row_index)
 
     def row_batches(
         self, columns: Sequence[str] | None = None, *, batch_rows: int = 65_536
@@ -360,33 +366,24 @@ class ArtifactReader:
         with readable(self.rows_path, VERIFY):
             schema = pq.read_schema(self.rows_path)
         tables, positions = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
-        for read in self._split_rows(row_index):
-            shard_table = read_table(self._files.file(SHARD_ROWS.format(read.shard)), VERIFY)
-            tables.append(shard_table.take(read.shard_rows))
-            positions.append(np.arange(len(row_index), dtype=np.int64)[read.result_rows])
+        for k, rows, result_rows in self._split_rows(row_index):
+            tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
+            positions.append(result_rows)
         table = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
         return table.take(np.argsort(np.concatenate(positions))).combine_chunks()
 
-    def _split_range(self, start: int, stop: int) -> Iterator["_RowRead"]:
-        """Yield a read for each shard that contains some of the rows from `start` up to `stop`."""
-        shard_rows = self.grid.shard_rows
-        for k in range(start // shard_rows, -(-stop // shard_rows)):
-            shard_start = k * shard_rows
-            first, end = max(start, shard_start), min(stop, shard_start + shard_rows)
-            yield _RowRead(k, slice(first - shard_start, end - shard_start), slice(first - start, end - start))
-
-    def _split_rows(self, row_index: Integers) -> Iterator["_RowRead"]:
-        """Yield a read for each shard that contains some of these rows."""
+    def _split_rows(self, row_index: Integers) -> Iterator[tuple[int, I64, I64]]:
+        """Yield each shard that has some of these rows, the rows within it, and their positions in `row_index`."""
         rows = np.asarray(row_index, dtype=np.int64)
         assert ((rows >= 0) & (rows < self.n_rows)).all()
         order = np.argsort(rows, kind="stable")
         shard = rows[order] // self.grid.shard_rows
         for positions in np.split(order, np.flatnonzero(np.diff(shard)) + 1) if len(rows) else ():
             k = int(rows[positions[0]]) // self.grid.shard_rows
-            yield _RowRead(k, rows[positions] - k * self.grid.shard_rows, positions)
+            yield k, rows[positions] - k * self.grid.shard_rows, positions
 
     def _plan_columns(self, name: str, columns: Columns) -> tuple[list["_ColumnRead"], int]:
-        """Return which columns to read from each group of an array, and the number of columns of the result."""
+        """Return what to read from each group of an array, and the number of columns of the result."""
         scale_E, entry = self.array_scale(name), self.manifest.arrays[name]
         width = sum(self.manifest.targets.values()) if entry.targets else entry.width
         if columns is None or isinstance(columns, slice):
@@ -398,32 +395,26 @@ class ArtifactReader:
             column_of = {target: column for column, target in enumerate(entry.targets)}
             targets = self.units["target"].take(pa.array(requested)).to_pylist()
             requested = np.array([column_of.get(target, -1) for target in targets], dtype=np.int64)
-        column_reads = []
+        column_reads: list[_ColumnRead] = []
         for group in entry.groups:
             positions = np.flatnonzero((requested >= group.start) & (requested < group.stop))
             if len(positions):
-                group_columns, result_columns = (
-                    _as_slice(index) for index in (requested[positions] - group.start, positions)
-                )
                 factor_E = scale_E[requested[positions]] * np.float32(entry.gain)
-                column_reads.append(_ColumnRead(group, factor_E, group_columns, result_columns))
+                column_reads.append((group, factor_E, _as_slice(requested[positions] - group.start), positions))
         return column_reads, len(requested)
 
-    def _read(
-        self, column_reads: Sequence["_ColumnRead"], shape: tuple[int, int], row_reads: Iterable["_RowRead"]
-    ) -> F32:
-        """Read rows and columns of an array into a result of this shape; columns that no group has are 0."""
-        out_NE = np.zeros(shape, dtype=np.float32)
-        for rows in row_reads:
-            for columns in column_reads:
-                stored_NE = self._stored_chunk(columns.group, rows.shard)[rows.shard_rows][:, columns.group_columns]
-                if isinstance(rows.result_rows, slice) and isinstance(columns.result_columns, slice):
-                    _scaled_into(out_NE[rows.result_rows, columns.result_columns], stored_NE, columns.factor_E)
+    def _read(self, column_reads: Sequence["_ColumnRead"], width: int, row_index: Integers) -> F32:
+        """Read rows and columns of an array, (len(row_index), width); columns that no group has are 0."""
+        out_NE = np.zeros((len(row_index), width), dtype=np.float32)
+        for k, rows, result_rows in self._split_rows(row_index):
+            to_rows = _as_slice(result_rows)
+            for group, factor_E, group_columns, result_columns in column_reads:
+                stored_NE = self._stored_chunk(group, k)[_as_slice(rows)][:, group_columns]
+                to_columns = _as_slice(result_columns)
+                if isinstance(to_rows, slice) and isinstance(to_columns, slice):
+                    _scaled_into(out_NE[to_rows, to_columns], stored_NE, factor_E)
                 else:
-                    row_index = np.arange(shape[0])[rows.result_rows]
-                    column_index = np.arange(shape[1])[columns.result_columns]
-                    product_NE = np.multiply(stored_NE, columns.factor_E, dtype=np.float32)
-                    out_NE[np.ix_(row_index, column_index)] = product_NE
+                    out_NE[np.ix_(result_rows, result_columns)] = np.multiply(stored_NE, factor_E, dtype=np.float32)
         return out_NE
 
     def _stored_chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
@@ -444,34 +435,8 @@ class Opened(Protocol):
     def files(self) -> ArtifactReader: ...
 
 
-class _RowRead(NamedTuple):
-    """Rows to read from one shard.
-
-    Attributes:
-        shard: number of the shard.
-        shard_rows: rows within the shard.
-        result_rows: rows of the result to which they are written.
-    """
-
-    shard: int
-    shard_rows: slice | I64
-    result_rows: slice | I64
-
-
-class _ColumnRead(NamedTuple):
-    """Columns to read from one group.
-
-    Attributes:
-        group: the group.
-        factor_E: scale times gain of these columns.
-        group_columns: columns within the group.
-        result_columns: columns of the result to which they are written.
-    """
-
-    group: ColumnGroup
-    factor_E: F32
-    group_columns: slice | I64
-    result_columns: slice | I64
+# A column group, scale times gain of its columns, the columns within the group, and within the result.
+_ColumnRead = tuple[ColumnGroup, F32, slice | I64, I64]
 
 
 def _as_slice(index: I64) -> slice | I64:
@@ -556,24 +521,20 @@ def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:
         out_NE[rows] *= scale_E * BIAS
 
 
-def refuse_unfinished(path: Path) -> NoReturn:
-    """Raise an ArtifactError that says why there is no complete artifact at `path`, and what to do."""
+def open_manifest(path_or_url: Path | str) -> tuple[Manifest, Files]:
+    """Read the manifest of a complete artifact; errors as `ArtifactReader.open`."""
+    path = local_path(path_or_url)
+    if remote_url(path_or_url) is not None or kind_of(path / MANIFEST) != "nothing":
+        return open_store(path_or_url, SIGNED_MANIFEST, VERIFY)
     create = f"create one with `grasp build --out {shlex.quote(str(path))}`"
     if not path.exists():
         reason = f"no such artifact; {create}"
     elif (path / BUILD).exists():
         record = read_record(path / BUILD, BuildRecord)
-        grid = ShardGrid(record.n_rows, record.shard_rows)
-        n_finished = len(BuiltShards(path, 0, grid).parts)
-        reason = (
-            f"not finished: {n_finished} of {grid.n_shards} shards; run the same `grasp build` with --resume to "
-            "continue"
-        )
+        shards = BuiltShards(path, 0, ShardGrid(record.n_rows, record.shard_rows))
+        reason = f"not finished: {shards.progress()}; run the same `grasp build` with --resume to continue"
     elif (path / MARKER).exists():
-        reason = (
-            "a build was started here, but no shard is finished; wait for it, or run the same `grasp build` with "
-            "--resume"
-        )
+        reason = "not finished: no shard is written; wait for it, or run the same `grasp build` with --resume"
     else:
         reason = f"not an artifact (no {BUILD}); {create}"
     raise ArtifactError(f"{path}: {reason}")

@@ -163,29 +163,13 @@ def suggest_labels(source: ArtifactReader) -> tuple[str, ...]:
                 return False
         return len(seen) >= 2
 
-    schema = source.rows(np.empty(0, dtype=np.int64)).schema
-    corpus_fields = [field for field in schema if field.name not in RESERVED_COLUMNS]
-    text = [
-        field.name for field in corpus_fields if pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
-    ]
-    other = [
-        field.name for field in corpus_fields if pa.types.is_integer(field.type) or pa.types.is_boolean(field.type)
-    ]
-    for names in (text, other):
+    fields = [field for field in source.rows(np.empty(0, np.int64)).schema if field.name not in RESERVED_COLUMNS]
+    is_text, is_other = (pa.types.is_string, pa.types.is_large_string), (pa.types.is_integer, pa.types.is_boolean)
+    for tests in (is_text, is_other):
+        names = [field.name for field in fields if any(test(field.type) for test in tests)]
         if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
             return labels
     return ()
-
-
-def index_by_row_id(artifact: ArtifactReader, row_ids: Sequence[str]) -> dict[str, int]:
-    """Return the row index of each row_id that exists."""
-    wanted, start, index_of = pa.array(row_ids, pa.string()), 0, dict[str, int]()
-    for batch in artifact.row_batches(["row_id"]):
-        names = batch.column(0)
-        matches = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
-        index_of |= {names[int(i)].as_py(): start + int(i) for i in matches}
-        start += batch.num_rows
-    return index_of
 
 
 def indices_of_row_ids(artifact: ArtifactReader, row_ids: Sequence[str]) -> I64:
@@ -194,7 +178,12 @@ def indices_of_row_ids(artifact: ArtifactReader, row_ids: Sequence[str]) -> I64:
     Raises:
         SettingsError: unknown row_id.
     """
-    index_of = index_by_row_id(artifact, row_ids)
+    wanted, start, index_of = pa.array(row_ids, pa.string()), 0, dict[str, int]()
+    for batch in artifact.row_batches(["row_id"]):
+        names = batch.column(0)
+        matches = np.flatnonzero(pc.is_in(names, value_set=wanted).to_numpy(zero_copy_only=False))
+        index_of |= {names[int(i)].as_py(): start + int(i) for i in matches}
+        start += batch.num_rows
     if unknown := [row_id for row_id in row_ids if row_id not in index_of]:
         examples = ", ".join(next(artifact.row_batches(["row_id"])).column(0)[:3].to_pylist())
         raise SettingsError(

@@ -7,10 +7,9 @@ stays readable until the manifest is replaced. Start with `ArtifactWriter.open` 
 
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -241,29 +240,23 @@ class ArtifactWriter(BuiltShards):
         assert arrays.keys() == self._arrays.keys()
         assert self._artifact is None or sums.keys() <= self._artifact.sums.keys()
         start, stop = self.grid.bounds(k)
-        row_name = partial(self._row_name, start, rows)
         files: dict[str, Content] = {}
         for name, scale_E in self._scales.items():
-            shape = stop - start, len(scale_E)
-            stored = encode(name, arrays[name], shape=shape, scale_E=scale_E, dtype=self._dtype, row_name=row_name)
+            assert arrays[name].shape == (stop - start, len(scale_E)), name
+            stored = encode(name, arrays[name], scale_E, self._dtype, start=start, rows=rows)
             files[CHUNK.format(of_part(name, self._part), k)] = npy_bytes(stored)
         if rows is not None:
-            files[SHARD_ROWS.format(k)] = parquet_bytes(_row_table(rows, start, stop))
+            assert rows.num_rows == stop - start
+            labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
+            table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
+            table = table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
+            files[SHARD_ROWS.format(k)] = parquet_bytes(table)
         totals = {}
         for name, value in sums.items():
             total = np.asarray(value, dtype="<f8")
             assert np.isfinite(total).all()
             totals[name] = SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
         self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
-
-    def _row_name(self, start: int, rows: pa.Table | None, i: int) -> str:
-        """Return position and id of row i of a shard that begins at `start`, for messages."""
-        if rows is None and self._artifact is not None:
-            row_id = self._artifact.rows(np.array([start + i]))["row_id"][0]
-        else:
-            assert rows is not None
-            row_id = rows["row_id"][i]
-        return f"row {start + i} (row_id {row_id.as_py()!r})"
 
     def sums(self) -> dict[str, F64]:
         """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
@@ -396,8 +389,7 @@ def add_target_columns(
             names = [SCALE.format(group.name), *(CHUNK.format(group.name, k) for k in range(grid.n_shards))]
             (path / names[0]).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path / names[0], npy_bytes(scale_T))
-            shape = grid.n_rows, len(columns)
-            stored_NT = encode(name, value_NT, shape=shape, scale_E=scale_T, dtype=dtype, row_name="row {}".format)
+            stored_NT = encode(name, value_NT, scale_T, dtype)
             for k, file in enumerate(names[1:]):
                 write_atomically(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
             entry = ArrayEntry(
@@ -414,29 +406,20 @@ def add_target_columns(
 
 
 def encode(
-    name: str,
-    values_NE: NDArray[Any],
-    *,
-    shape: tuple[int, int],
-    scale_E: F32,
-    dtype: str,
-    row_name: Callable[[int], str],
+    name: str, values_NE: NDArray[Any], scale_E: F32, dtype: str, *, start: int = 0, rows: pa.Table | None = None
 ) -> NDArray[Any]:
     """Divide by the scale, and convert to the stored dtype, little-endian.
 
     Args:
         name: name of the array, for messages.
         values_NE: numbers.
-        shape: expected shape.
         scale_E: divisor of each column.
         dtype: stored dtype.
-        row_name: returns the name of a row, for messages.
-
+        start: position of the first row in the corpus, for messages.
+        rows: the rows, whose row_id messages name.
     Raises:
         ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
     """
-    values_NE = np.asarray(values_NE)
-    assert values_NE.shape == shape, name
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
     for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
@@ -447,7 +430,8 @@ def encode(
             problem = f"{value:g} at scale {scale_E[column]:g} does not fit {dtype} (largest {largest:g}); {advice}"
         else:
             problem = f"got {value}, expected a finite number; try model.dtype: float32, or exclude the row"
-        raise ArtifactError(f"{name}: {row_name(int(row))}, column {column}: {problem}")
+        row_id = "" if rows is None else f" (row_id {rows['row_id'][int(row)].as_py()!r})"
+        raise ArtifactError(f"{name}: row {start + row}{row_id}, column {column}: {problem}")
     return stored_NE
 
 
@@ -469,11 +453,3 @@ def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
                 pending = pending.slice(full)
         if pending.num_rows:
             writer.write_table(pending, row_group_size=_GROUP_ROWS)
-
-
-def _row_table(rows: pa.Table, start: int, stop: int) -> pa.Table:
-    """Return the row table of a shard as it is stored, with row_index as its first column."""
-    assert rows.num_rows == stop - start
-    labels = [name for name in rows.column_names if name not in ROW_COLUMNS]
-    table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
-    return table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))

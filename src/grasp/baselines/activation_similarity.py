@@ -5,27 +5,21 @@ Start with `ActivationSimilarity`.
 Shape letters: n rows of a block, E units, H hidden width.
 """
 
-from functools import partial
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
 from grasp.arrays import F32, F64
-from grasp.baselines.hidden import pooled_hidden
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.hidden import pooled_hidden, row_sequences
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.methods.contract import Account, MethodInputs
-from grasp.settings import Positions, Settings
+from grasp.settings import Settings
 
 
 class ActivationSimilaritySettings(Settings):
-    """Which positions are averaged, and whether states are centred."""
+    """Whether states are centred."""
 
-    positions: Positions = Field("all", description="Positions averaged in rows and units: all, tail:n or stride:n.")
-    unit_tokens: Literal["all", "supervised"] = Field(
-        "all", description="Positions of a unit: all, or those before the tokens that carry its loss."
-    )
     centre: bool = Field(
         False, description="Subtract the mean over all rows first, since hidden states share a large common direction."
     )
@@ -43,39 +37,33 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
     settings_type = ActivationSimilaritySettings
     requires = frozenset({"tokens", "model"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
-        settings = self.settings
-
-        def compute(start: int, stop: int) -> F32:
-            rows = inputs.rows(start, stop)
-            sequences = [rows.ids(i) for i in range(len(rows))]
-            first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
-            return pooled_hidden(inputs.model, sequences, first, settings.positions)
 
         def states_of(start: int, stop: int) -> F64:
-            # Centring reads all rows once for their mean, and again for their scores: only then is a cache of use.
-            if settings.centre:
-                return work.load_or_compute(f"{start}-{stop}", partial(compute, start, stop)).astype(np.float64)
-            return compute(start, stop).astype(np.float64)
+            def compute() -> dict[str, F32]:
+                return {"states": pooled_hidden(inputs.model, *row_sequences(inputs, start, stop))}
 
-        units = inputs.unit_tokens
-        # Position t predicts token t + 1, so the loss of a unit starts one position before its first label.
-        first = [unit.first - 1 if self.settings.unit_tokens == "supervised" else 0 for unit in units]
-        sequences = [unit.input_ids for unit in units]
-        unit_EH = pooled_hidden(inputs.model, sequences, first, self.settings.positions).astype(np.float64)
+            # Centring reads all rows once for their mean, and again for their scores: only then is a cache of use.
+            stored = cached(work / f"{start}.safetensors", compute) if self.settings.centre else compute()
+            return stored["states"].astype(np.float64)
+
+        unit_ids = [unit.input_ids for unit in inputs.unit_tokens]
+        unit_EH = pooled_hidden(inputs.model, unit_ids, [0] * len(unit_ids)).astype(np.float64)
         mean_H = np.zeros(unit_EH.shape[1])
-        if settings.centre:
+        if self.settings.centre:
             inputs.progress.stage("hidden states", rows=inputs.n_rows, tokens=None)
             for start, stop in inputs.blocks():
                 mean_H += states_of(start, stop).sum(axis=0)
                 inputs.progress.advance(stop - start, 0)
             mean_H /= inputs.n_rows
         unit_EH = normalise_rows(unit_EH - mean_H)
-        states = f"final hidden states after the final norm, mean over positions {self.settings.positions}"
         return RowScorer(
             lambda start, stop: normalise_rows(states_of(start, stop) - mean_H) @ unit_EH.T,
-            Account(features=unit_EH.shape[1], covers=(states,)),
+            Account(
+                features=unit_EH.shape[1],
+                covers=("final hidden states after the final norm, mean over positions",),
+            ),
         )
 
 

@@ -8,8 +8,8 @@ Shape letters: N rows, E units, T top rows of a unit, W words of a row that occu
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar
 from unicodedata import category, normalize
 
 import numpy as np
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from grasp.arrays import I32, I64
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import TargetError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, Scores
@@ -39,16 +38,12 @@ STOP_WORDS = frozenset(
         "now of off on once one only or other our ours ourselves out over own per re same shall she should shouldn "
         "since so some such than that the their theirs them themselves then there these they this those through to "
         "too under until up upon us ve very was wasn we were weren whether while will with within without won "
-        "would wouldn yes yet you your yours yourself yourselves"
+        "would wouldn yes yet you your yours yourself yourselves "
+        # question words and parts of a prompt template: `Question: ... Answer:` occurs in nearly every unit
+        "what which who whom whose when where why how question questions answer answers"
     )
 )
-# Question words and parts of a prompt template: `Question: ... Answer:` occurs in nearly every unit.
-QUESTION_WORDS = frozenset(
-    WORD.findall("what which who whom whose when where why how question questions answer answers")
-)
-ROW_SCORE = np.dtype([("row", "<i4"), ("score", "<f4")])  # one of the top rows of a unit
-# what a method covers, by its setting `query`
-QUERY_NOTES = {"both": "units' prompts and completions", "prompt": "units' prompts", "completion": "units' completions"}
+COVERS = ("text of the rows, decoded from their tokens", "units' prompts and completions")
 FILLER = 0  # id of every word that occurs in no query: it counts towards the row's length only
 
 
@@ -58,14 +53,6 @@ class Bm25Settings(Settings):
     k1: float = Field(1.2, ge=0, description="Saturation of the term frequency. Paper: 1.2.")
     b: float = Field(0.75, ge=0, le=1, description="Strength of length normalisation, 0 to 1. Paper: 0.75.")
     top: int = Field(50_000, ge=1, description="Rows stored per unit; all others score 0. Paper: 50,000.")
-    query: Literal["both", "prompt", "completion"] = Field(
-        "both", description="Text of a unit used as the query: prompt and completion, or one of them."
-    )
-    variant: Literal["lucene", "robertson", "atire"] = Field(
-        "lucene",
-        description="Weight of a word that occurs in n of N rows, named as in bm25s. lucene: ln(1 + (N - n + 0.5) / "
-        "(n + 0.5)); robertson: ln((N - n + 0.5) / (n + 0.5)), at least 0; atire: ln(N / n). Paper: not specified.",
-    )
 
 
 class Bm25(BlockMethod[Bm25Settings]):
@@ -73,7 +60,7 @@ class Bm25(BlockMethod[Bm25Settings]):
 
     Okapi BM25 of each row for each unit's text, computed by bm25s.
 
-    Source: Robertson et al. 1994 (Okapi at TREC-3), in the variants of Kamphuis et al. 2020.
+    Source: Robertson et al. 1994 (Okapi at TREC-3), in the variant `lucene` of Kamphuis et al. 2020.
     As published: ranks documents for a query; the GRASP paper uses k1 1.2 and b 0.75 and keeps 50,000 rows per unit.
     Deviation: rows are decoded from their tokens, so a word at the end of a row may be truncated; the stop words are
     chosen here, since the paper lists none. Words that occur in no unit are not indexed, which changes no score.
@@ -81,45 +68,49 @@ class Bm25(BlockMethod[Bm25Settings]):
     """
 
     settings_type = Bm25Settings
-    version = 2  # words of every alphabet
     requires = frozenset({"tokens"})
     required_modules: ClassVar[Mapping[str, str]] = {"bm25s": "baselines"}
     dtype = "float16"
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
-        queries = [words(query_text(unit, self.settings.query)) for unit in inputs.units.units]
-        check_queries(self.name, queries, inputs.units.units, self.settings.query)
-        vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
-        rows = _RowWords.from_rows(inputs, work, vocabulary)
-        top_ET = work.load_or_compute("top", lambda: self._search(rows, vocabulary, queries))
+        queries = [words(query_text(unit)) for unit in inputs.units.units]
+        check_queries(self.name, queries, inputs.units.units)
+        top = cached(work / "top.safetensors", lambda: self._search(inputs, queries))
+
+        def score(start: int, stop: int) -> Scores:
+            """Return the stored top scores of each unit; 0 elsewhere."""
+            out = np.zeros((stop - start, len(queries)), dtype=np.float32)
+            for e, (row_T, score_T) in enumerate(zip(top["row_ET"], top["score_ET"], strict=True)):
+                block = slice(*np.searchsorted(row_T, (start, stop)))
+                out[row_T[block] - start, e] = score_T[block]
+            return out
+
         counts = {
             "units without a query word: 0 for every row": sum(not query for query in queries),
-            "rows without a word: 0 for every unit": rows.n_empty,
+            "rows without a word: 0 for every unit": int(top["n_empty"][0]),
         }
-        return RowScorer(partial(_scores_of_top_rows, top_ET), self._account(counts))
+        notes = ("idf and saturation of bm25s' lucene",)
+        return RowScorer(score, Account(0, COVERS, notes, {reason: n for reason, n in counts.items() if n}))
 
-    def _search(self, rows: "_RowWords", vocabulary: dict[str, int], queries: Sequence[list[str]]) -> NDArray[np.void]:
-        """Return the top rows of each unit in corpus order, (E, T) of row and score."""
+    def _search(self, inputs: MethodInputs, queries: Sequence[list[str]]) -> dict[str, NDArray[Any]]:
+        """Return the top rows of each unit in corpus order with their scores, (E, T); and the number of empty rows."""
         bm25s = require("bm25s", extra="baselines", feature="bm25")
-        index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method=self.settings.variant)
+        vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
+        rows = _RowWords.from_rows(inputs, vocabulary)
+        index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method="lucene")
         index.index(_IndexInput(rows, {"": FILLER} | vocabulary), show_progress=False)
         n_top = min(self.settings.top, len(rows))
-        top_ET = np.empty((len(queries), n_top), dtype=ROW_SCORE)
+        row_ET = np.empty((len(queries), n_top), dtype=np.int32)
+        score_ET = np.empty((len(queries), n_top), dtype=np.float32)
         for e, query in enumerate(queries):
             score_N = np.zeros(len(rows), dtype=np.float32)
             if query:
                 score_N = index.get_scores([vocabulary[word] for word in query])
-            top_ET["row"][e] = top_rows(score_N, n_top)
-            top_ET["score"][e] = score_N[top_ET["row"][e]]
-        return top_ET
-
-    def _account(self, counts: dict[str, int]) -> Account:
-        return Account(
-            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
-            notes=(f"idf and saturation of bm25s' {self.settings.variant}",),
-            counts={reason: n for reason, n in counts.items() if n},
-        )
+            row_ET[e] = top_rows(score_N, n_top)
+            score_ET[e] = score_N[row_ET[e]]
+        n_empty = np.array([np.count_nonzero(rows.count_N == 0)])
+        return {"row_ET": row_ET, "score_ET": score_ET, "n_empty": n_empty}
 
 
 def words(text: str) -> list[str]:
@@ -130,7 +121,7 @@ def words(text: str) -> list[str]:
     tokens: list[str] = []
     for run in WORD.findall(normalize("NFC", text.lower())):
         tokens += [run] if run.isascii() else _split_run(run)
-    return [word for word in tokens if word not in STOP_WORDS and word not in QUESTION_WORDS]
+    return [word for word in tokens if word not in STOP_WORDS]
 
 
 def _split_run(run: str) -> list[str]:
@@ -139,9 +130,16 @@ def _split_run(run: str) -> list[str]:
     return pairs + WORD.findall(UNSPACED.sub(" ", run))
 
 
-def query_text(unit: Unit, which: Literal["both", "prompt", "completion"]) -> str:
+def query_text(unit: Unit) -> str:
     """Return the text of a unit that is used as the query."""
-    return {"both": unit.prompt + unit.completion, "prompt": unit.prompt, "completion": unit.completion}[which]
+    return unit.prompt + unit.completion
+
+
+def texts_by_target(units: Sequence[Unit]) -> tuple[list[list[str]], I64]:
+    """Return the texts of the units of each target, and the index of each unit's target, (E,)."""
+    targets, target_E = np.unique([unit.target for unit in units], return_inverse=True)
+    texts = [[query_text(units[int(e)]) for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
+    return texts, np.asarray(target_E)
 
 
 def top_rows(score_N: NDArray[np.floating[Any]], n_top: int) -> I64:
@@ -156,32 +154,30 @@ def top_rows(score_N: NDArray[np.floating[Any]], n_top: int) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class _RowWords:
-    """Word ids of all rows, read from disk block by block on each iteration."""
+    """Words of all rows: their number in each row, and the ids of those that occur in a query."""
 
-    n_rows: int
-    starts: tuple[int, ...]
-    work: WorkArea
-    n_empty: int
+    count_N: I32
+    known: list[I32]
 
     @classmethod
-    def from_rows(cls, inputs: MethodInputs, work: WorkArea, vocabulary: dict[str, int]) -> "_RowWords":
-        """Tokenize all rows, block by block; reuse blocks that are on disk."""
-        starts, n_empty = [], 0
+    def from_rows(cls, inputs: MethodInputs, vocabulary: dict[str, int]) -> "_RowWords":
+        """Tokenize all rows."""
+        counts: list[int] = []
+        known: list[I32] = []
         inputs.progress.stage("words of rows", rows=inputs.n_rows, tokens=None)
         for start, stop in inputs.blocks():
-            flat = work.load_or_compute(f"words-{start}", partial(_pack_words, inputs, start, stop, vocabulary))
-            n_empty += sum(1 for n_words, _ in _unpack_words(flat) if not n_words)
-            starts.append(start)
+            for row in map(words, inputs.texts(start, stop)):
+                counts.append(len(row))
+                known.append(np.array([vocabulary[word] for word in row if word in vocabulary], dtype=np.int32))
             inputs.progress.advance(stop - start, 0)
-        return cls(inputs.n_rows, tuple(starts), work, n_empty)
+        return cls(np.array(counts, dtype=np.int32), known)
 
     def __len__(self) -> int:
-        return self.n_rows
+        return len(self.known)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in self.starts:
-            for n_words, known in _unpack_words(self.work.load_required(f"words-{start}")):
-                yield known + [FILLER] * (n_words - len(known))
+        for n_words, known in zip(self.count_N, self.known, strict=True):
+            yield known.tolist() + [FILLER] * (int(n_words) - len(known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,38 +188,10 @@ class _IndexInput:
     vocab: dict[str, int]
 
 
-def _pack_words(inputs: MethodInputs, start: int, stop: int, vocabulary: dict[str, int]) -> I32:
-    """Encode rows one after another: number of words, number of query words, ids of the query words."""
-    flat: list[int] = []
-    for row in map(words, inputs.texts(start, stop)):
-        known = [vocabulary[word] for word in row if word in vocabulary]
-        flat += [len(row), len(known), *known]
-    return np.array(flat, dtype=np.int32)
-
-
-def _unpack_words(flat: I32) -> Iterator[tuple[int, list[int]]]:
-    """Yield the number of words and the query word ids of each row."""
-    numbers = flat.tolist()
-    start = 0
-    while start < len(numbers):
-        n_words, n_known = numbers[start : start + 2]
-        yield n_words, numbers[start + 2 : start + 2 + n_known]
-        start += 2 + n_known
-
-
-def _scores_of_top_rows(top_ET: NDArray[np.void], start: int, stop: int) -> Scores:
-    """Return the stored top scores of each unit; 0 elsewhere."""
-    out = np.zeros((stop - start, len(top_ET)), dtype=np.float32)
-    for e, top_T in enumerate(top_ET):
-        low, high = np.searchsorted(top_T["row"], (start, stop))
-        out[top_T["row"][low:high] - start, e] = top_T["score"][low:high]
-    return out
-
-
-def check_queries(method: str, queries: Sequence[Collection[str]], units: Sequence[Unit], which: str) -> None:
+def check_queries(method: str, queries: Sequence[Collection[str]], units: Sequence[Unit]) -> None:
     """Check that at least one unit has a word to search for."""
     if not any(queries):
         raise TargetError(
             f"{method}: none of the {len(units)} units has a query word, e.g. {units[0].unit_id!r}: expected words of "
-            f"two or more characters that are not stop words; the setting query is {which!r}, try 'both'"
+            "two or more characters that are not stop words"
         )

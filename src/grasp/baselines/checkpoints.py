@@ -8,14 +8,13 @@ never read; convert them to `optimizer.safetensors` with `NAME.exp_avg` and `NAM
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,7 +24,6 @@ from grasp.errors import ModelError
 from grasp.files import entry_of
 from grasp.methods.contract import MethodInputs
 from grasp.models.causal_lm import ReferenceModel
-from grasp.training.llama import StackedLlama
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import OPTIMIZER, RECORD, WEIGHTS
 
@@ -98,28 +96,18 @@ class Checkpoint:
         """Return Adam's (exp_avg, exp_avg_sq) by Hugging Face parameter name, float32 on the CPU.
 
         Raises:
-            ModelError: there are none (see `has_moments`), or they do not match the recipe.
+            ModelError: they are not those of named parameters.
         """
-        if not self.has_moments:
-            raise ModelError(
-                f"{self.path}: no Adam moments: expected {OPTIMIZER} next to {RECORD} or {TRAINER_STATE}; use the "
-                "variant of the method without moments, or save them in training"
-            )
-        by_recipe = (self.path / RECORD).is_file()
+        assert self.has_moments
         try:
             state = load_file(self.path / OPTIMIZER)
-            if not by_recipe:
-                names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
-                return {name: (state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"]) for name in names}
-            shape = _read_recipe(self.path / RECORD)[0].shape
-            first, second = (_name_moments(shape, state, moment) for moment in ("exp_avg", "exp_avg_sq"))
-        except (KeyError, SafetensorError, RuntimeError, OSError) as err:
-            of_what = f"the recipe in {RECORD}" if by_recipe else "named parameters"
+            names = [key.removesuffix(".exp_avg") for key in state if key.endswith(".exp_avg")]
+            return {name: (state[f"{name}.exp_avg"], state[f"{name}.exp_avg_sq"]) for name in names}
+        except (KeyError, SafetensorError, OSError) as err:
             raise ModelError(
-                f"{self.path / OPTIMIZER}: not the moments of {of_what}: {' '.join(str(err).split())}; restore it from "
-                "a copy"
+                f"{self.path / OPTIMIZER}: not the moments of named parameters: {' '.join(str(err).split())}; restore "
+                "it from a copy"
             ) from err
-        return {name: (first[name], second[name]) for name in first}
 
 
 # Checkpoints by inputs, so that their checksums are computed once.
@@ -173,7 +161,7 @@ def _checkpoint_paths(directory: Path) -> list[Path]:
 def _read_checkpoint(path: Path) -> Checkpoint:
     step, rate = None, None
     if (path / RECORD).is_file():
-        recipe, step = _read_recipe(path / RECORD)
+        recipe, step = read_recipe(path / RECORD)
         rate = recipe.learning_rate_at(step - 1)
     elif (path / TRAINER_STATE).is_file():
         step, rate = _read_trainer_state(path / TRAINER_STATE)
@@ -182,7 +170,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, step, rate)
 
 
-def _read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
+def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
     """Return the recipe and the step of the record of a training run."""
     record = _read_record(path)
     try:
@@ -206,12 +194,3 @@ def _read_record(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ModelError(f"{path}: got {type(record).__name__}, expected a record; restore it from a copy")
     return record
-
-
-def _name_moments(shape: Any, state: Mapping[str, Tensor], moment: str) -> dict[str, Tensor]:
-    """Split the flat buffers of a moment into tensors by parameter name, with the layout of training."""
-    layout = StackedLlama(shape, 1, torch.device("cpu"))
-    with torch.no_grad():
-        layout.matrices.copy_(state[f"matrices.{moment}"])
-        layout.vectors.copy_(state[f"vectors.{moment}"])
-    return layout.state(0)

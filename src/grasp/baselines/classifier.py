@@ -6,16 +6,16 @@ Shape letters: n rows of a block, E units, T targets, G hashed n-grams.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_matrix, vstack
 
 from grasp.arrays import F64
-from grasp.baselines.bm25 import QUERY_NOTES, query_text
+from grasp.baselines.bm25 import COVERS, texts_by_target
 from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs
 from grasp.seeds import stream
@@ -28,9 +28,6 @@ MAX_STEPS = 1_000  # of the solver
 class TextClassifierSettings(Settings):
     """Settings of the logistic regression."""
 
-    query: Literal["both", "prompt", "completion"] = Field(
-        "both", description="Text of a unit used as a positive example: prompt and completion, or one of them."
-    )
     negatives: int = Field(10_000, ge=1, description="Rows drawn as negative examples. DCLM: 200,000.")
     strength: float = Field(1.0, gt=0, description="Inverse of the L2 penalty (C of scikit-learn).")
 
@@ -52,18 +49,15 @@ class Classifier(BlockMethod[TextClassifierSettings]):
     requires = frozenset({"tokens"})
     required_modules: ClassVar[Mapping[str, str]] = {"sklearn": "baselines"}
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work, part
         order_N = stream(self.seed, "baselines", "classifier").permutation(inputs.n_rows)
         rows = inputs.rows_at(np.sort(order_N[: self.settings.negatives]))
         negatives = inputs.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
-        targets, target_E = np.unique([unit.target for unit in inputs.units.units], return_inverse=True)
-        texts = [query_text(unit, self.settings.query) for unit in inputs.units.units]
-        by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
+        by_target, target_E = texts_by_target(inputs.units.units)
         odds = TextOdds(negatives, by_target, strength=self.settings.strength)
         account = Account(
-            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
-            notes=("one classifier per target: all units of a target have the same score",),
+            covers=COVERS, notes=("one classifier per target: all units of a target have the same score",)
         )
         return RowScorer(lambda start, stop: odds.score(inputs.texts(start, stop))[:, target_E], account)
 

@@ -12,38 +12,35 @@ Start with `DataInf`; `closed_form` is the formula above for one layer, `precond
 Shape letters: N rows, E units, M Fisher rows, b a few of them, D numbers of a layer, K projected width.
 """
 
-from typing import Self
+from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import training_checkpoints
+from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
-from grasp.baselines.gradients.method_settings import NO_PROJECTION_HINT, LayerSettings
-from grasp.baselines.gradients.projection import Form
-from grasp.baselines.gradients.queries import DenseQuery, Queries
-from grasp.baselines.gradients.scorers import exact_note, exact_scorer, projected_scorer, projection_note
-from grasp.baselines.gradients.session import (
-    ExactPlan,
-    exact_plan,
+from grasp.baselines.gradients.method_settings import LayerSettings
+from grasp.baselines.gradients.projection import choose_forms
+from grasp.baselines.gradients.scorers import (
+    exact_note,
+    exact_scorer,
     examples_at,
+    feature_scorer,
     mean_row_tokens,
     open_engine,
+    projection_note,
     sampled_rows,
     unit_examples,
 )
-from grasp.baselines.gradients.sinks import MatrixSink, UseSink, all_blocks
-from grasp.baselines.gradients.store import FeatureSpec, FeatureStore
+from grasp.baselines.gradients.whole import UnitGradients, run_whole, unit_groups
 from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradient_factors import squared_norm
-from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample
-from grasp.settings import refuse_idle
+from grasp.models.gradients import Example
 
 
 class DataInfSettings(LayerSettings):
@@ -65,13 +62,6 @@ class DataInfSettings(LayerSettings):
         ge=1,
         description="Width of the projection of each layer's gradient; null: exact. DataInf has no projection.",
     )
-    projection: Form = Field("auto", description="As for tracin.")
-
-    @model_validator(mode="after")
-    def _is_projected(self) -> Self:
-        if self.dimension is None:
-            refuse_idle(self, ("projection",), NO_PROJECTION_HINT)
-        return self
 
 
 class DataInf(BlockMethod[DataInfSettings]):
@@ -89,66 +79,46 @@ class DataInf(BlockMethod[DataInfSettings]):
     requires = frozenset({"tokens", "model", "checkpoints"})
 
     def parts(self, inputs: MethodInputs) -> int:
-        return len(self._plan(inputs).groups)
+        return len(self._groups(inputs))
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        account, checkpoint = self._account(inputs), training_checkpoints(inputs)[-1]
-        rows = self._fisher_rows(inputs)
-        if self.settings.dimension is not None:
-            settings = self.settings
-            spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, per_block=True)
-            store = FeatureStore(inputs, work, checkpoint, spec)
-            unit_EK = self._solve_projected(inputs, store, rows)
-            return projected_scorer(store, unit_EK, account, work)
-        engine = open_engine(inputs, checkpoint, self.settings.layers)
-        plan, fisher = self._plan(inputs), examples_at(inputs, rows)
-        group = plan.groups[part]
-        square_LM = np.asarray(work.load_or_compute("fisher-norms", lambda: layer_norms(engine, fisher)))
-        queries = Queries.collect(engine, unit_examples(inputs)[group], plan.dense)
-        precondition(queries, fisher, square_LM, self.settings.damping)
-        return exact_scorer(inputs, queries, group, account)
-
-    def _solve_projected(self, inputs: MethodInputs, store: FeatureStore, rows: list[int]) -> F64:
-        """Return r_e of all layers, concatenated, (E, layers x K)."""
-        fisher_rows = np.asarray(rows)
-        fisher_parts = []
-        for start, stop in inputs.blocks():
-            block_rows = fisher_rows[(fisher_rows >= start) & (fisher_rows < stop)]
-            if len(block_rows):
-                fisher_parts.append(np.asarray(store.rows(start, stop)[0][:, block_rows - start], dtype=np.float64))
-        fisher_LMK = np.concatenate(fisher_parts, axis=1)
-        unit_LEK = np.asarray(store.units(), dtype=np.float64)
-        solved = [  # r_e of each layer
-            closed_form(unit_EK, fisher_MK, self.settings.damping, size / fisher_MK.shape[1])
-            for unit_EK, fisher_MK, size in zip(unit_LEK, fisher_LMK, store.sizes, strict=True)
-        ]
-        return np.concatenate(solved, axis=1)
-
-    def _fisher_rows(self, inputs: MethodInputs) -> list[int]:
-        settings = self.settings
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
+        del work
+        settings, groups = self.settings, self._groups(inputs)
+        engine = open_engine(inputs, training_checkpoints(inputs)[-1], settings.layers)
+        blocks, unit_group = engine.layers.blocks, unit_examples(inputs)[groups[part]]
         pool = min(settings.prefix_rows or inputs.n_rows, inputs.n_rows)
         count = min(settings.fisher_rows, max(1, round(settings.fisher_fraction * pool)))
-        return sampled_rows(inputs, count, self.seed, "datainf", prefix=settings.prefix_rows)
+        fisher = examples_at(inputs, sampled_rows(inputs, count, self.seed, "datainf", prefix=settings.prefix_rows))
+        covers, fisher_note = (
+            (describe_layers(engine.layers),),
+            f"{len(fisher)} Fisher rows, damping {settings.damping:g}",
+        )
+        if settings.dimension is None:
+            units = UnitGradients.collect(engine, unit_group)
+            precondition(units, fisher, settings.damping)
+            account = Account(0, covers, (exact_note(len(groups)), fisher_note))
+            return exact_scorer(inputs, units, groups[part], account)
+        tokens = mean_row_tokens(inputs)
+        featurizer = Featurizer.with_projection(
+            engine, settings.dimension, seed=self.seed, tokens=tokens, per_block=True
+        )
+        fisher_LMK, unit_LEK = (
+            featurizer.features(examples)[0].astype(np.float64) for examples in (fisher, unit_group)
+        )
+        solved = [  # r_e of each layer
+            closed_form(unit_EK, fisher_MK, settings.damping, block.size / settings.dimension)
+            for unit_EK, fisher_MK, block in zip(unit_LEK, fisher_LMK, blocks, strict=True)
+        ]
+        note = projection_note(choose_forms(blocks, settings.dimension, tokens), settings.dimension)
+        account = Account(settings.dimension * len(blocks), covers, (f"each layer separately {note}", fisher_note))
+        return feature_scorer(inputs, featurizer, np.concatenate(solved, axis=1), account)
 
-    def _plan(self, inputs: MethodInputs) -> ExactPlan:
+    def _groups(self, inputs: MethodInputs) -> list[slice]:
+        """Return the groups of units that are scored in one pass over the rows."""
         if self.settings.dimension is not None:
-            return ExactPlan((), (slice(0, inputs.n_units),))
-        layers = choose_layers(inputs.model, self.settings.layers)
-        tokens, units = mean_row_tokens(inputs), unit_examples(inputs)
-        return exact_plan(layers, units, tokens, self.settings.memory_mb, dense=True, copies=2)
-
-    def _account(self, inputs: MethodInputs) -> Account:
-        settings, layers = self.settings, choose_layers(inputs.model, self.settings.layers)
-        form_note = exact_note(len(self._plan(inputs).groups))
-        if settings.dimension is not None:
-            form_note = "each layer separately " + projection_note(
-                layers.blocks, settings.dimension, settings.projection, mean_row_tokens(inputs)
-            )
-        fisher = f"{len(self._fisher_rows(inputs))} Fisher rows, damping {settings.damping:g}"
-        return Account(self._features(layers), (describe_layers(layers),), (form_note, fisher))
-
-    def _features(self, layers: LayerSet) -> int:
-        return (self.settings.dimension or 0) * len(layers.blocks)
+            return [slice(0, inputs.n_units)]
+        blocks = choose_layers(inputs.model, self.settings.layers).blocks
+        return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=True, copies=2)[0]
 
 
 def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.0) -> F64:
@@ -163,23 +133,23 @@ def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.
     """
     # Sherman-Morrison for each rank-one term: (lambda I + g g^T)^{-1} v = (v - <v, g> g / (lambda + ||g||^2)) / lambda.
     square_M = np.einsum("md,md->m", fisher_MD, fisher_MD)
-    lambda_l = layer_damping(square_M, fisher_MD.shape[1] * spread, damping, "a layer")
+    lambda_l = layer_damping(float(square_M.mean()), fisher_MD.shape[1] * spread, damping, "a layer")
     coefficient_EM = (unit_ED @ fisher_MD.T) / (lambda_l + square_M)
     return np.asarray((unit_ED - coefficient_EM @ fisher_MD / len(fisher_MD)) / lambda_l)
 
 
-def layer_damping(square_M: F64, size: float, damping: float, location: str) -> float:
+def layer_damping(mean_square: float, size: float, damping: float, location: str) -> float:
     """Return lambda of a layer.
 
     Args:
-        square_M: squared norms of the gradients of the Fisher rows in the layer.
+        mean_square: mean squared norm of the gradients of the Fisher rows in the layer.
         size: number of parameters of the layer.
         damping: lambda in units of the mean squared gradient.
         location: name of the layer, for messages.
     Raises:
         ModelError: all Fisher gradients are zero, or one is not finite.
     """
-    lambda_l = damping * float(square_M.mean()) / size
+    lambda_l = damping * mean_square / size
     if not (np.isfinite(lambda_l) and lambda_l > 0):
         raise ModelError(
             f"datainf: the mean squared gradient of the Fisher rows in {location} is {lambda_l / damping}, expected a "
@@ -188,43 +158,35 @@ def layer_damping(square_M: F64, size: float, damping: float, location: str) -> 
     return lambda_l
 
 
-def layer_norms(engine: PerExample, rows: list[Example]) -> F64:
-    """Return ||g_m||^2 of each layer, (layers, M)."""
-    square_LM = np.zeros((len(engine.layers.blocks), len(rows)))
-    for index_B in engine.batches(rows):
-        square_LB = torch.zeros(len(engine.layers.blocks), len(index_B), dtype=engine.work, device=engine.model.device)
+def precondition(units: UnitGradients, rows: list[Example], damping: float) -> None:
+    """Replace the units' gradients by r_e, in place, in two passes over the Fisher rows; see `closed_form`.
 
-        def add_norms(number: int, uses: list[GradientFactors], at: slice, square_LB: Tensor = square_LB) -> None:
-            square_LB[number, at] += squared_norm(uses, engine.layers.blocks[number].left)
+    Args:
+        units: whole gradients of the units.
+        rows: the Fisher rows.
+        damping: lambda_l in units of the mean squared gradient.
+    """
+    engine = units.engine
+    square_L = torch.zeros(len(units.matrices), dtype=torch.float64)  # ||g_m||^2 of each layer, summed over the rows
 
-        sink = UseSink(engine, all_blocks(engine), add_norms)
-        engine.run([rows[int(i)] for i in index_B], sink)
-        sink.finish()
-        square_LM[:, index_B] = square_LB.cpu().numpy()
-    return square_LM
-
-
-def precondition(queries: Queries, rows: list[Example], square_LM: F64, damping: float) -> None:
-    """Replace the units' gradients by r_e, in place, in one pass over the Fisher rows; see `closed_form`."""
-    engine = queries.engine
-    blocks = engine.layers.blocks
-    units = [query.matrix_ED for query in queries.blocks if isinstance(query, DenseQuery)]
-    lambdas = [
-        layer_damping(square_M, block.size, damping, block.name)
-        for square_M, block in zip(square_LM, blocks, strict=True)
-    ]
-    solved = [unit_ED.clone() for unit_ED in units]
+    def add_norms(number: int, matrix: Tensor, at: slice) -> None:
+        del at
+        square_L[number] += float(matrix.square().sum(dtype=torch.float64))
 
     def add_correction(number: int, matrix: Tensor, at: slice) -> None:
         del at
-        row_bD = matrix.flatten(1)
-        coefficient_Eb = (units[number] @ row_bD.T) / (lambdas[number] + row_bD.square().sum(dim=1))
-        solved[number].addmm_(coefficient_Eb, row_bD, alpha=-1.0 / len(rows))
+        row_bD, unit_ED = matrix.flatten(1), units.matrices[number].flatten(1)
+        coefficient_Eb = (unit_ED @ row_bD.T) / (lambdas[number] + row_bD.square().sum(dim=1))
+        solved[number].flatten(1).addmm_(coefficient_Eb, row_bD, alpha=-1.0 / len(rows))
 
-    sink = MatrixSink(engine, all_blocks(engine), add_correction)
-    for index_B in engine.batches(rows):
-        engine.run([rows[int(i)] for i in index_B], sink)
-        sink.finish()
-    for number, query in enumerate(queries.blocks):
-        assert isinstance(query, DenseQuery)
-        query.matrix_ED = solved[number] / lambdas[number]
+    batches = [[rows[int(i)] for i in index_B] for index_B in engine.batches(rows)]
+    for batch in batches:
+        run_whole(engine, batch, add_norms)
+    lambdas = [
+        layer_damping(float(square) / len(rows), block.size, damping, block.name)
+        for square, block in zip(square_L, engine.layers.blocks, strict=True)
+    ]
+    solved = [matrix.clone() for matrix in units.matrices]
+    for batch in batches:
+        run_whole(engine, batch, add_correction)
+    units.matrices = [matrix / lambda_l for matrix, lambda_l in zip(solved, lambdas, strict=True)]

@@ -9,16 +9,15 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 from scipy.sparse import csr_array
 
 from grasp.arrays import F64
-from grasp.baselines.bm25 import query_text
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.bm25 import COVERS, texts_by_target
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.seeds import stream
 from grasp.settings import Settings
@@ -33,9 +32,6 @@ class DsirSettings(Settings):
     buckets: int = Field(10_000, ge=1, description="Buckets that words and pairs are hashed into. Authors: 10,000.")
     resample: bool = Field(
         True, description="Add Gumbel noise: the top rows are a sample by importance weight. Authors: true."
-    )
-    query: Literal["both", "prompt", "completion"] = Field(
-        "both", description="Text of a unit that the target's distribution is estimated from."
     )
 
 
@@ -53,22 +49,20 @@ class Dsir(BlockMethod[DsirSettings]):
     settings_type = DsirSettings
     requires = frozenset({"tokens"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
         buckets = self.settings.buckets
 
-        def count_buckets() -> F64:
+        def count_buckets() -> dict[str, F64]:
             total_H = np.zeros(buckets)
             for start, stop in inputs.blocks():
                 total_H += np.asarray(bucket_counts(inputs.texts(start, stop), buckets).sum(axis=0))
-            return total_H
+            return {"corpus_H": total_H}
 
-        corpus_H = np.asarray(work.load_or_compute("buckets", count_buckets), dtype=np.float64)
-        targets, target_E = np.unique([unit.target for unit in inputs.units.units], return_inverse=True)
-        texts = [query_text(unit, self.settings.query) for unit in inputs.units.units]
-        by_target = [[texts[e] for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
-        weight_HT = np.stack([log_ratio(by_target[t], corpus_H) for t in range(len(targets))], axis=1)
-        noise_NT = np.zeros((inputs.n_rows, len(targets)))
+        corpus_H = cached(work / "buckets.safetensors", count_buckets)["corpus_H"]
+        by_target, target_E = texts_by_target(inputs.units.units)
+        weight_HT = np.stack([log_ratio(texts, corpus_H) for texts in by_target], axis=1)
+        noise_NT = np.zeros((inputs.n_rows, len(by_target)))
         if self.settings.resample:
             noise_NT = stream(self.seed, "baselines", "dsir").gumbel(size=noise_NT.shape)
 
@@ -78,7 +72,7 @@ class Dsir(BlockMethod[DsirSettings]):
 
         noise = ("Gumbel noise: the top rows are a sample",) if self.settings.resample else ()
         account = Account(
-            covers=("text of the rows, decoded from their tokens", "units' text"),
+            covers=COVERS,
             notes=("one distribution per target: all units of a target have the same score", *noise),
         )
         return RowScorer(score, account)

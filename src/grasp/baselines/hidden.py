@@ -14,10 +14,11 @@ from torch import Tensor
 
 from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
+from grasp.methods.contract import MethodInputs
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 
-# Eligible positions of a sequence: the first one, after which all are eligible; or a mask of the labelled tokens.
+# Positions of a sequence: the first one, with all after it; or a mask of the labelled tokens.
 First = int | Bool
 
 
@@ -30,18 +31,16 @@ class HiddenStates:
     sequence_P: I64  # index of the sequence
 
 
-def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> HiddenStates:
-    """Return hidden states at selected positions of each sequence.
+def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]) -> HiddenStates:
+    """Return hidden states at the positions of each sequence that predict a token.
 
     Args:
-        first: first eligible position of each sequence (position t predicts token t + 1), or a mask of its
-            labelled tokens.
-        spec: which of the eligible positions: all, tail:n or stride:n.
+        first: first position of each sequence (position t predicts token t + 1), or a mask of its labelled tokens.
     Raises:
         ModelError: a hidden state is not finite.
     """
     parts = []
-    for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first, spec):
+    for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first):
         row_P, t_P = mask_BL.nonzero(as_tuple=True)
         label_P = ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32)
         parts.append((hidden_BLH[row_P, t_P].float().cpu().numpy(), label_P, index_B[row_P.cpu().numpy()]))
@@ -51,10 +50,10 @@ def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[F
     return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
 
 
-def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str) -> F32:
-    """Return the mean hidden state of each sequence over the selected positions, (n, H); see `hidden_at`."""
+def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]) -> F32:
+    """Return the mean hidden state of each sequence over these positions, (n, H); see `hidden_at`."""
     out_nH = np.empty((len(sequences), model.hidden_size), dtype=np.float32)
-    for index_B, hidden_BLH, mask_BL, _ in _passes(model, sequences, first, spec):
+    for index_B, hidden_BLH, mask_BL, _ in _passes(model, sequences, first):
         share_BL = mask_BL / mask_BL.sum(dim=1, keepdim=True)
         pooled_BH = torch.bmm(share_BL[:, None, :], hidden_BLH.float() * mask_BL[:, :, None])[:, 0]
         out_nH[index_B] = pooled_BH.cpu().numpy()
@@ -62,8 +61,15 @@ def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequen
     return out_nH
 
 
+def row_sequences(inputs: MethodInputs, start: int, stop: int) -> tuple[list[I32], list[First]]:
+    """Return the tokens of rows [start, stop), and their first positions or masks, as the functions above take them."""
+    rows = inputs.rows(start, stop)
+    masks = [rows.mask(i) for i in range(len(rows))]
+    return [rows.ids(i) for i in range(len(rows))], [0 if mask is None else mask for mask in masks]
+
+
 def _passes(
-    model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First], spec: str
+    model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]
 ) -> Iterator[tuple[I64, Tensor, Tensor, Tensor]]:
     """Yield batches: indices (B,), hidden states (B, L, H), mask of selected positions (B, L), token ids (B, L)."""
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
@@ -72,7 +78,7 @@ def _passes(
         # pad_rows expects labelled tokens: a mask of them, or the first, which is one after the position before it
         labels_B = [eligible if isinstance(eligible, np.ndarray) else eligible + 1 for eligible in first_B]
         ids_BL, loss_mask_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
-        mask_BL = position_mask(spec, loss_mask_BL)
+        mask_BL = position_mask("all", loss_mask_BL)
         yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
 
 

@@ -11,11 +11,13 @@ Start with `Influence`; the Fisher factors are in `grasp.baselines.gradients.cur
 Shape letters: E units, M Fisher rows.
 """
 
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
 
 from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.gradients.curvature import (
@@ -30,23 +32,18 @@ from grasp.baselines.gradients.curvature import (
 )
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import LayerSettings, Patterns
-from grasp.baselines.gradients.queries import Queries
-from grasp.baselines.gradients.scorers import exact_note, exact_scorer
-from grasp.baselines.gradients.session import (
-    ExactPlan,
-    exact_plan,
+from grasp.baselines.gradients.scorers import (
+    exact_note,
+    exact_scorer,
     examples_at,
-    mean_row_tokens,
     open_engine,
     sampled_rows,
     unit_examples,
 )
-from grasp.baselines.stored import BlockMethod, RowScorer, digest
-from grasp.baselines.work import WorkArea
+from grasp.baselines.gradients.whole import UnitGradients, unit_groups
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.methods.contract import Account, MethodInputs
-from grasp.models.gradients import PerExample
 from grasp.seeds import stream
-from grasp.settings import refuse_idle
 
 
 class InfluenceSettings(LayerSettings):
@@ -55,8 +52,8 @@ class InfluenceSettings(LayerSettings):
     layers: Patterns = Field(
         ("head",), description="Parameters covered, as for tracin; the default is last-layer influence."
     )
-    curvature: Literal["kfac", "ekfac", "none"] = Field(
-        "kfac", description="kfac: Kronecker factors; ekfac: with corrected eigenvalues; none: plain inner products."
+    curvature: Literal["kfac", "ekfac"] = Field(
+        "kfac", description="kfac: Kronecker factors; ekfac: with corrected eigenvalues."
     )
     damping: float = Field(
         0.1,
@@ -77,13 +74,6 @@ class InfluenceSettings(LayerSettings):
         description="A layer with more outputs than this, usually the head, has a diagonal factor on the output side.",
     )
 
-    @model_validator(mode="after")
-    def _has_a_fisher_matrix(self) -> Self:
-        if self.curvature == "none":
-            idle = ("damping", "labels", "fisher_rows", "full_width")
-            refuse_idle(self, idle, "curvature: none has no Fisher matrix")
-        return self
-
 
 class Influence(BlockMethod[InfluenceSettings]):
     """Inverse Fisher matrix by K-FAC or EK-FAC: last layer or all.
@@ -101,99 +91,63 @@ class Influence(BlockMethod[InfluenceSettings]):
     requires = frozenset({"tokens", "model", "checkpoints"})
 
     def parts(self, inputs: MethodInputs) -> int:
-        return len(self._plan(inputs).groups)
+        return len(self._groups(inputs)[0])
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
-        engine = open_engine(inputs, training_checkpoints(inputs)[-1], self.settings.layers)
-        plan = self._plan(inputs)
-        group = plan.groups[part]
-        queries = Queries.collect(engine, unit_examples(inputs)[group], plan.dense)
-        if self.settings.curvature != "none":
-            self._precondition(inputs, work, queries)
-        return exact_scorer(inputs, queries, group, self._account(inputs))
-
-    def _precondition(self, inputs: MethodInputs, work: WorkArea, queries: Queries) -> None:
-        """Replace the units' gradients by F^{-1} g_e, in place; the Fisher factors are cached on disk."""
-        settings, engine = self.settings, queries.engine
-        area = work.shared(f"fisher-{digest(self._fisher_identity(inputs))}")
-        fisher = self._fisher(inputs)
-        factors = _load_factors(area, engine, fisher, settings.full_width)
-        if settings.curvature == "kfac":
-            apply_kfac(queries, factors, settings.damping)
-            return
-        bases = [Basis.from_factors(factor) for factor in factors]
-        names = [f"eigenvalues-{k}" for k in range(len(bases))]
-        if any(area.load(name) is None for name in names):
-            for name, eigenvalues in zip(names, corrected_eigenvalues(engine, fisher, bases), strict=True):
-                area.save(name, eigenvalues.cpu().numpy())
-        eigenvalues_by_block = [
-            torch.from_numpy(np.array(area.load_required(name))).to(engine.model.device) for name in names
-        ]
-        apply_ekfac(queries, bases, eigenvalues_by_block, settings.damping)
-
-    def _fisher(self, inputs: MethodInputs) -> Fisher:
-        """Return the Fisher rows and, if labels are sampled, a uniform number for each label to draw it with."""
-        rows = sampled_rows(inputs, self.settings.fisher_rows, self.seed, "fisher")
-        examples = examples_at(inputs, rows)
-        if self.settings.labels == "true":
-            return Fisher(examples, None)
-        return Fisher(
-            examples,
-            [
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
+        settings, (groups, whole) = self.settings, self._groups(inputs)
+        engine = open_engine(inputs, training_checkpoints(inputs)[-1], settings.layers)
+        is_ekfac = settings.curvature == "ekfac"
+        rows = sampled_rows(inputs, settings.fisher_rows, self.seed, "fisher")
+        examples, uniforms = examples_at(inputs, rows), None
+        if settings.labels == "sampled":
+            uniforms = [
                 stream(self.seed, "baselines", "fisher labels", row).random(example.labels)
                 for row, example in zip(rows, examples, strict=True)
-            ],
+            ]
+        fisher = Fisher(examples, uniforms)
+
+        def compute() -> dict[str, NDArray[Any]]:
+            """Compute the factors of each block, for ekfac their eigenvectors and corrected eigenvalues."""
+            factors = second_moments(engine, fisher, settings.full_width)
+            sides: dict[str, list[Tensor]] = {
+                "left": [factor.left for factor in factors],
+                "right": [factor.right_YY for factor in factors],
+            }
+            if is_ekfac:
+                bases = [Basis.from_factors(factor) for factor in factors]
+                no_rotation = torch.zeros(0)  # of a diagonal factor
+                sides = {
+                    "left": [no_rotation if basis.left_XX is None else basis.left_XX for basis in bases],
+                    "right": [basis.right_YY for basis in bases],
+                    "values": corrected_eigenvalues(engine, fisher, bases),
+                }
+            return {f"{side}-{k}": t.cpu().numpy() for side, tensors in sides.items() for k, t in enumerate(tensors)}
+
+        arrays = cached(work / "fisher.safetensors", compute)
+        left, right, values = (
+            [torch.from_numpy(arrays[f"{side}-{k}"]).to(engine.model.device) for k in range(len(engine.layers.blocks))]
+            for side in ("left", "right", "values" if is_ekfac else "right")
         )
-
-    def _fisher_identity(self, inputs: MethodInputs) -> dict[str, object]:
-        """Return everything that determines the Fisher matrix, for its directory in the cache."""
-        settings = self.settings
-        return {
-            "layers": list(settings.layers),
-            "labels": settings.labels,
-            "rows": settings.fisher_rows,
-            "width": settings.full_width,
-            "seed": self.seed,
-            "checkpoint": training_checkpoints(inputs)[-1].fingerprint,
-        }
-
-    def _plan(self, inputs: MethodInputs) -> ExactPlan:
-        layers = choose_layers(inputs.model, self.settings.layers)
-        if self.settings.curvature == "kfac":
-            check_untied(layers.blocks)
-        return exact_plan(
-            layers,
-            unit_examples(inputs),
-            mean_row_tokens(inputs),
-            self.settings.memory_mb,
-            dense=self.settings.curvature == "ekfac",
-            copies=2 if self.settings.curvature == "kfac" else 1,
+        units = UnitGradients.collect(engine, unit_examples(inputs)[groups[part]], whole=whole)
+        if is_ekfac:
+            bases = [Basis(a if len(a) else None, b) for a, b in zip(left, right, strict=True)]
+            apply_ekfac(units, bases, values, settings.damping)
+        else:
+            apply_kfac(units, [Factors(a, b) for a, b in zip(left, right, strict=True)], settings.damping)
+        fisher_note = (
+            f"{settings.curvature} over {len(rows)} rows with {settings.labels} labels, damping {settings.damping:g}"
         )
+        notes = [exact_note(len(groups)), fisher_note]
+        blocks = engine.layers.blocks
+        if wide := [b.name for b in blocks if b.left > settings.full_width and "embedding" not in b.kinds]:
+            notes.append(f"diagonal on the output side of {', '.join(wide)}")
+        account = Account(covers=(describe_layers(engine.layers),), notes=tuple(notes))
+        return exact_scorer(inputs, units, groups[part], account)
 
-    def _account(self, inputs: MethodInputs) -> Account:
-        settings, layers = self.settings, choose_layers(inputs.model, self.settings.layers)
-        wide = [b.name for b in layers.blocks if b.left > settings.full_width and "embedding" not in b.kinds]
-        notes = [exact_note(len(self._plan(inputs).groups))]
-        if settings.curvature != "none":
-            rows = min(settings.fisher_rows, inputs.n_rows)
-            notes.append(
-                f"{settings.curvature} over {rows} rows with {settings.labels} labels, damping {settings.damping:g}"
-            )
-            if wide:
-                notes.append(f"diagonal on the output side of {', '.join(wide)}")
-        return Account(covers=(describe_layers(layers),), notes=tuple(notes))
-
-
-def _load_factors(area: WorkArea, engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
-    """Load the factors from disk; compute and save them if they are missing."""
-    count = len(engine.layers.blocks)
-    names = [(f"left-{k}", f"right-{k}") for k in range(count)]
-    if any(area.load(name) is None for pair in names for name in pair):
-        with area.timed():
-            for (left, right), factor in zip(names, second_moments(engine, fisher, full_width), strict=True):
-                area.save(left, factor.left.cpu().numpy())
-                area.save(right, factor.right_YY.cpu().numpy())
-    device = engine.model.device
-    return [
-        Factors(*(torch.from_numpy(np.array(area.load_required(name))).to(device) for name in pair)) for pair in names
-    ]
+    def _groups(self, inputs: MethodInputs) -> tuple[list[slice], bool]:
+        """Return the groups of units that are scored in one pass over the rows, see `unit_groups`."""
+        blocks, is_ekfac = choose_layers(inputs.model, self.settings.layers).blocks, self.settings.curvature == "ekfac"
+        if not is_ekfac:
+            check_untied(blocks)
+        copies = 1 if is_ekfac else 2
+        return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=is_ekfac, copies=copies)

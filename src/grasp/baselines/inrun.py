@@ -9,23 +9,23 @@ Shape letters: N rows, P rows of the prefix, B rows of a batch, C columns of val
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.lib.format import open_memmap
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grasp.arrays import F64, I64
 from grasp.baselines.gradients.layers import describe_layers
 from grasp.baselines.gradients.method_settings import Patterns
-from grasp.baselines.gradients.session import unit_examples
-from grasp.baselines.replay import BatchReplaySettings, Replay, check_finite, count_steps
+from grasp.baselines.gradients.scorers import unit_examples
+from grasp.baselines.replay import Replay
 from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError
+from grasp.files import atomic_path
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
@@ -35,6 +35,10 @@ from grasp.settings import Settings
 WINDOW_ROWS = 4096  # rows fetched at once, so that a shard is read a few times instead of once per batch
 SAVE_SECONDS = 60.0  # between two saved states: the most work that a kill can lose
 STATE = "replay.safetensors"
+UTILITY_NOTES = {
+    "global": "a single validation loss, the mean over all units",
+    "target": "one validation loss per target, the mean over its units",
+}
 VALUES = "values.npy"  # (P, C), rows of the prefix by validation loss
 
 
@@ -42,15 +46,8 @@ class InRunSettings(Settings):
     """A replay of training from the reference model, and the validation losses that rows are valued by."""
 
     order: Literal[1, 2] = Field(1, description="1: gradients only; 2: with the Hessian of the validation loss.")
-    utility: Literal["global", "target", "unit"] = Field(
-        "target",
-        description="Validation loss: mean over all units, over the units of each target, or separate for each unit. "
-        "Paper: global, and unit for 64 and 256 units.",
-    )
-    update: Literal["sgd", "adam"] = Field(
-        "sgd",
-        description="Assumed effect of a row's gradient on the weights. sgd: as in the source and the paper, although "
-        "the replay uses AdamW; adam: scaled by the second moment, held fixed within a step.",
+    utility: Literal["global", "target"] = Field(
+        "target", description="Validation loss: mean over all units, or over the units of each target."
     )
     prefix_rows: int = Field(
         50_000,
@@ -60,7 +57,6 @@ class InRunSettings(Settings):
     batch_rows: int = Field(
         16, ge=1, description="Rows per step: the players of its game. Paper: one row per step in its audits."
     )
-    shuffle: bool = Field(True, description="Shuffle the prefix with the seed; false: corpus order.")
     learning_rate: float = Field(
         5e-5, gt=0, allow_inf_nan=False, description="Learning rate of AdamW, constant. Paper: 5e-5."
     )
@@ -68,8 +64,8 @@ class InRunSettings(Settings):
     validation_units: int | None = Field(
         256,
         ge=1,
-        description="Units in the validation loss of `global` and `target`, drawn evenly over targets; null: all. "
-        "Every step reads them, so they determine its cost. Paper: 256.",
+        description="Units in the validation losses, drawn evenly over targets; null: all. Every step reads them, so "
+        "they determine its cost. Paper: 256.",
     )
     layers: Patterns = Field(
         ("all",),
@@ -78,15 +74,6 @@ class InRunSettings(Settings):
         "final_norm, patterns as for tracin; ! excludes. Paper: embeddings, head and projections, not the norms.",
     )
 
-    @model_validator(mode="after")
-    def _units_fit(self) -> Self:
-        is_set = "validation_units" in self.model_fields_set and self.validation_units is not None
-        if self.utility == "unit" and is_set:
-            raise ValueError(
-                "validation_units: not used with utility `unit`, which values rows for every unit; remove it"
-            )
-        return self
-
 
 class InRun(BlockMethod[InRunSettings]):
     """Shapley values of each training step's batch, summed over one replay.
@@ -94,29 +81,34 @@ class InRun(BlockMethod[InRunSettings]):
     Each batch is a game: a row's score is its Shapley value in the change of a validation loss at the step that
     trains on it, to first or second order in the learning rate (see `grasp.baselines.replay`).
 
-    Source: Wang et al. 2025 (In-Run Data Shapley, arXiv 2406.11011); for `update: adam`, Ding et al. 2026.
+    Source: Wang et al. 2025 (In-Run Data Shapley, arXiv 2406.11011).
     As published: values are collected while a GPT-2 is pretrained, with a few validation texts. They are derived for
-    SGD and applied to a training with AdamW, which is `update: sgd` here. The second order uses an exact Hessian
-    product.
+    SGD and applied to a training with AdamW. The second order uses an exact Hessian product.
     Deviation: one epoch over a prefix of the corpus, from the reference model. The Hessian product is a central
     difference along the batch's step. A row is weighted by its share of the batch's labels, as in a training loss that
-    is a mean over labels. `update: adam` holds the optimizer state fixed within a step; its details are chosen here.
+    is a mean over labels.
     """
 
     settings_type = InRunSettings
     requires = frozenset({"tokens", "model"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
         plan = _ReplayPlan.from_settings(self.settings, self.seed, inputs)
-        values = work.directory / VALUES
-        replay = Replay(_trainable_copy(inputs.model), plan.validation, plan.weight_CE, _replay_settings(self.settings))
+        settings, values = self.settings, work / VALUES
+        replay = Replay(
+            _trainable_copy(inputs.model),
+            plan.validation,
+            plan.weight_CE,
+            layers=settings.layers,
+            order=settings.order,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+        )
         if not values.exists():
-            # renamed when complete, so that a file of this name always has its full size
-            unfinished = values.with_suffix(".new")
-            open_memmap(unfinished, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
-            unfinished.replace(values)
-        _run_replay(replay, plan, inputs, work.directory)
+            with atomic_path(values) as unfinished:
+                open_memmap(unfinished, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
+        _run_replay(replay, plan, inputs, work)
         value_PC = np.load(values, mmap_mode="r")
 
         def score(start: int, stop: int) -> Scores:
@@ -128,38 +120,21 @@ class InRun(BlockMethod[InRunSettings]):
 
         n_after = inputs.n_rows - plan.n_prefix
         counts = {"rows after the prefix, scored 0": n_after, "units not in the validation loss": plan.n_excluded}
+        notes = [
+            f"order {settings.order}, {replay.step} steps of {settings.batch_rows} rows, AdamW at "
+            f"{settings.learning_rate:g}; {UTILITY_NOTES[settings.utility]}",
+            "values are those of an SGD step although the replay uses AdamW, as in the source",
+        ]
+        if n_after:
+            notes.append(
+                f"{n_after} of {inputs.n_rows} rows come after the prefix and score 0 (not valued, not neutral)"
+            )
         account = Account(
             covers=(describe_layers(replay.engine.layers),),
-            notes=tuple(self._notes(replay, inputs.n_rows, n_after)),
+            notes=tuple(notes),
             counts={reason: number for reason, number in counts.items() if number},
         )
         return RowScorer(score, account)
-
-    def _notes(self, replay: Replay, n_rows: int, n_after: int) -> Iterator[str]:
-        settings = self.settings
-        utility_note = {
-            "global": "a single validation loss, the mean over all units",
-            "target": "one validation loss per target, the mean over its units",
-            "unit": "one validation loss per unit",
-        }[settings.utility]
-        yield (
-            f"order {settings.order}, {replay.step} steps of {settings.batch_rows} rows, AdamW at "
-            f"{settings.learning_rate:g}; {utility_note}"
-        )
-        if settings.update == "sgd":
-            yield "values are those of an SGD step although the replay uses AdamW, as in the source"
-        if n_after:
-            yield f"{n_after} of {n_rows} rows come after the prefix and score 0 (not valued, not neutral)"
-
-
-def _replay_settings(settings: InRunSettings) -> BatchReplaySettings:
-    return BatchReplaySettings(
-        layers=settings.layers,
-        order=settings.order,
-        update=settings.update,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-    )
 
 
 def _trainable_copy(model: ReferenceModel) -> ReferenceModel:
@@ -177,18 +152,16 @@ class _ReplayPlan:
     order_P: I64  # index of the row at each place of the epoch
     batch_rows: int
     validation: list[Example]  # the units in the validation losses
-    weight_CE: F64 | None  # weight of each of these units in each loss; None: one loss per unit
+    weight_CE: F64  # weight of each of these units in each loss
     column_E: I64 | None  # column of each of the artifact's units; None: a single column for all
-    n_excluded: int = field(default=0)  # units outside the validation loss
+    n_excluded: int  # units outside the validation loss
 
     @classmethod
     def from_settings(cls, settings: InRunSettings, seed: int, inputs: MethodInputs) -> Self:
         n_prefix = min(settings.prefix_rows, inputs.n_rows)
-        order_P = np.arange(n_prefix)
-        if settings.shuffle:
-            order_P = stream(seed, "inrun", "order").permutation(n_prefix)
+        order_P = stream(seed, "inrun", "order").permutation(n_prefix)
         target_E = [unit.target for unit in inputs.units.units]
-        selected = _draw_units(target_E, None if settings.utility == "unit" else settings.validation_units, seed)
+        selected = _draw_units(target_E, settings.validation_units, seed)
         units = unit_examples(inputs)
         examples = [units[e] for e in selected]
         weight_CE, column_E = _loss_columns(settings.utility, target_E, selected)
@@ -197,10 +170,6 @@ class _ReplayPlan:
     @property
     def n_prefix(self) -> int:
         return len(self.order_P)
-
-    @property
-    def n_steps(self) -> int:
-        return count_steps(self.n_prefix, self.batch_rows)
 
     def batches(self, inputs: MethodInputs, first_step: int) -> Iterator[tuple[I64, list[Example]]]:
         """Yield the rows of each step from `first_step` on: their indices and their tokens."""
@@ -226,10 +195,8 @@ def _draw_units(target_E: list[str], n_units: int | None, seed: int) -> I64:
     return np.sort(np.array(selected))
 
 
-def _loss_columns(utility: str, target_E: list[str], selected: I64) -> tuple[F64 | None, I64 | None]:
+def _loss_columns(utility: str, target_E: list[str], selected: I64) -> tuple[F64, I64 | None]:
     """Return the weights of the selected units in each validation loss, and the column of each unit."""
-    if utility == "unit":
-        return None, np.arange(len(target_E))
     if utility == "global":
         return np.full((1, len(selected)), 1.0 / len(selected)), None
     names = list(dict.fromkeys(target_E))
@@ -248,22 +215,16 @@ def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directo
     values = np.load(directory / VALUES, mmap_mode="r+")
     last_saved = time.monotonic()
     for row_index_B, rows in plan.batches(inputs, replay.step):
-        values[row_index_B] = _advance(replay, row_index_B, rows)
-        if replay.step == plan.n_steps or time.monotonic() - last_saved >= SAVE_SECONDS:
+        where = f"replay: step {replay.step}, among rows {row_index_B.min()} to {row_index_B.max()}"
+        try:
+            value_BC = replay.advance(rows)
+        except ModelError as err:
+            raise ModelError(f"{where}: {err}; lower learning_rate") from err
+        if not np.isfinite(value_BC).all():
+            raise ModelError(f"{where}: a value is not finite; lower learning_rate, or remove the row")
+        values[row_index_B] = value_BC
+        if replay.step * plan.batch_rows >= plan.n_prefix or time.monotonic() - last_saved >= SAVE_SECONDS:
             values.flush()
             replay.save(state)
             last_saved = time.monotonic()
         inputs.progress.advance(len(rows), sum(row.labels for row in rows))
-
-
-def _advance(replay: Replay, row_index_B: I64, rows: list[Example]) -> F64:
-    """Value and train on one batch; an error names the step and the rows."""
-    step = replay.step
-    try:
-        value_BC = replay.advance(rows)
-    except ModelError as err:
-        raise ModelError(
-            f"replay: step {step}, among rows {row_index_B.min()} to {row_index_B.max()}: {err}; lower learning_rate"
-        ) from err
-    check_finite(value_BC, row_index_B, step)
-    return value_BC

@@ -9,19 +9,20 @@ P positions of a block of rows, M nearest positions that are stored, H width.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
+from safetensors.numpy import load_file
 
 from grasp.arrays import F32, F64, I32, I64, Bool
-from grasp.baselines.hidden import hidden_at
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.hidden import hidden_at, row_sequences
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.settings import Positions, Settings
+from grasp.settings import Settings
 
 # Distances are rounded to this fraction of their scale: equal contexts have equal hidden states only up to rounding,
 # and such ties must go to the first row, in whatever batch they were computed.
@@ -103,7 +104,6 @@ class KnnShapleySettings(Settings):
         ge=1,
         description="Nearest positions stored per position of a unit, more than k; values are exact to 1 / nearest.",
     )
-    positions: Positions = Field("all", description="Positions of a row that are players: all, tail:n or stride:n.")
 
     @model_validator(mode="after")
     def _keeps_more_than_vote(self) -> Self:
@@ -129,51 +129,62 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
     settings_type = KnnShapleySettings
     requires = frozenset({"tokens", "model"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
         if inputs.n_rows > 1 << ROW_BITS:
             raise SettingsError(f"knn_shapley: got {inputs.n_rows:,} rows, expected at most {1 << ROW_BITS:,}")
-        if (values := work.load("values")) is None:
-            queries = _queries(inputs)
-            nearest, n_points = self._nearest(inputs, work, queries)
-            key_SM = np.sort(nearest.key_SM, axis=1)
-            # the lowest bit of a key is whether the label is right, the row stands above the offset
-            value_SM = values_by_rank((key_SM & 1).astype(bool), self.settings.k, n_points=n_points)
-            row_SM = (key_SM >> (OFFSET_BITS + 1)) & ((1 << ROW_BITS) - 1)
-            values = _sum_by_row(row_SM, value_SM, queries.unit_S)
-            work.save("values", values)
+        values = cached(work / "values.safetensors", lambda: self._values(inputs, work))
 
         def score(start: int, stop: int) -> Scores:
-            block_values = values[slice(*np.searchsorted(values["row"], (start, stop)))]
+            block = slice(*np.searchsorted(values["row"], (start, stop)))
             out = np.zeros((stop - start, inputs.n_units))
-            out[block_values["row"] - start, block_values["unit"]] = block_values["value"]
+            out[values["row"][block] - start, values["unit"][block]] = values["value"][block]
             return out
 
-        return RowScorer(score, self._account())
+        account = Account(
+            covers=("final hidden states and the tokens after them",),
+            notes=(
+                "players are positions, not rows: the value of a row is the sum of its positions' Shapley values",
+                f"exact to 1 / {self.settings.nearest:,} where the corpus has more positions",
+            ),
+        )
+        return RowScorer(score, account)
 
-    def _nearest(self, inputs: MethodInputs, work: WorkArea, queries: "_Queries") -> tuple["_Nearest", int]:
-        """Return the positions of all rows nearest to each unit position, and the number of positions."""
-        saved = work.read("nearest-until") or {"stop": 0, "points": 0}  # of a run that was killed
-        nearest = _Nearest(len(queries.label_S), self.settings.nearest)
-        if saved["stop"]:
-            nearest.key_SM = np.array(work.load_required(f"nearest-{saved['stop']}"))
-        n_points = int(saved["points"])
-        inputs.progress.stage("nearest positions", rows=inputs.n_rows - saved["stop"], tokens=None)
-        for start, stop in inputs.blocks(saved["stop"]):
+    def _values(self, inputs: MethodInputs, work: Path) -> dict[str, NDArray[Any]]:
+        """Return the values that are not zero, sorted by row and unit."""
+        queries = _queries(inputs)
+        nearest, n_points = _Nearest(len(queries.label_S), self.settings.nearest), 0
+        # The nearest positions of the rows so far, in a file named after the next row and the number of positions.
+        saved = sorted(work.glob("nearest-*-*.safetensors"), key=lambda path: int(path.stem.split("-")[1]))
+        first = 0
+        if saved:
+            first, n_points = (int(number) for number in saved[-1].stem.split("-")[1:])
+            nearest.key_SM = load_file(saved[-1])["key_SM"]
+        inputs.progress.stage("nearest positions", rows=inputs.n_rows - first, tokens=None)
+        for start, stop in inputs.blocks(first):
             n_points += self._add_block(inputs, queries, nearest, start, stop)
-            work.save(f"nearest-{stop}", nearest.key_SM)
-            work.write("nearest-until", {"stop": stop, "points": n_points})
-            (work.directory / f"nearest-{start}.npy").unlink(missing_ok=True)
+            path = work / f"nearest-{stop}-{n_points}.safetensors"
+            cached(path, lambda: {"key_SM": nearest.key_SM})
+            for old in saved:
+                old.unlink()
+            saved = [path]
             inputs.progress.advance(stop - start, 0)
-        return nearest, n_points
+        key_SM = np.sort(nearest.key_SM, axis=1)
+        # the lowest bit of a key is whether the label is right, the row stands above the offset
+        value_SM = values_by_rank((key_SM & 1).astype(bool), self.settings.k, n_points=n_points)
+        row_SM = (key_SM >> (OFFSET_BITS + 1)) & ((1 << ROW_BITS) - 1)
+        # sum over a row's positions, average over a unit's
+        count_E = np.bincount(queries.unit_S)
+        unit_SM = np.broadcast_to(queries.unit_S[:, None], row_SM.shape)
+        key, inverse = np.unique(row_SM * len(count_E) + unit_SM, return_inverse=True)
+        weights = (value_SM / count_E[unit_SM]).ravel()
+        row, unit = np.divmod(key, len(count_E))
+        return {"row": row, "unit": unit, "value": np.bincount(inverse.ravel(), weights=weights, minlength=len(key))}
 
     def _add_block(self, inputs: MethodInputs, queries: "_Queries", nearest: "_Nearest", start: int, stop: int) -> int:
         """Add the positions of rows [start, stop) to the nearest; return their number."""
-        rows = inputs.rows(start, stop)
-        sequences = [rows.ids(i) for i in range(len(rows))]
-        first = [0 if (mask := rows.mask(i)) is None else mask for i in range(len(rows))]
-        states = hidden_at(inputs.model, sequences, first, self.settings.positions)
-        first_n = np.searchsorted(states.sequence_P, np.arange(len(rows)))
+        states = hidden_at(inputs.model, *row_sequences(inputs, start, stop))
+        first_n = np.searchsorted(states.sequence_P, np.arange(stop - start))
         offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
         position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P
         step = max(1, PAIRS_AT_ONCE // len(queries.label_S))
@@ -185,15 +196,6 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
             nearest.add(s, grains_SP[s, p], position_P[chunk][p], right)
         nearest.merge()
         return len(position_P)
-
-    def _account(self) -> Account:
-        return Account(
-            covers=(f"final hidden states at positions {self.settings.positions} and the tokens after them",),
-            notes=(
-                "players are positions, not rows: the value of a row is the sum of its positions' Shapley values",
-                f"exact to 1 / {self.settings.nearest:,} where the corpus has more positions",
-            ),
-        )
 
 
 class _Nearest:
@@ -267,19 +269,5 @@ class _Queries:
 
 def _queries(inputs: MethodInputs) -> _Queries:
     units = inputs.unit_tokens
-    states = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units], "all")
+    states = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units])
     return _Queries(states.hidden_PH.astype(np.float64), states.label_P, states.sequence_P)
-
-
-ROW_UNIT_VALUE = np.dtype([("row", "<i8"), ("unit", "<i4"), ("value", "<f8")])
-
-
-def _sum_by_row(row_SM: I64, value_SM: F64, unit_S: I64) -> NDArray[np.void]:
-    """Sum values over a row's positions, average over a unit's; return (row, unit, value) sorted by row, unit."""
-    count_E = np.bincount(unit_S)
-    unit_SM = np.broadcast_to(unit_S[:, None], row_SM.shape)
-    key, inverse = np.unique(row_SM * len(count_E) + unit_SM, return_inverse=True)
-    out = np.empty(len(key), dtype=ROW_UNIT_VALUE)
-    out["row"], out["unit"] = np.divmod(key, len(count_E))
-    out["value"] = np.bincount(inverse.ravel(), weights=(value_SM / count_E[unit_SM]).ravel(), minlength=len(key))
-    return out

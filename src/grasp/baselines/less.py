@@ -3,7 +3,6 @@
 Start with `Less`. If checkpoints have no Adam moments, the row's gradient takes the place of its update.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -11,13 +10,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from grasp.baselines.checkpoints import Checkpoint
-from grasp.baselines.gradients.cosine import CosineForm, CosineMethod
+from grasp.baselines.checkpoints import Checkpoint, read_recipe
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.baselines.gradients.method_settings import WeightedSettings
-from grasp.baselines.gradients.queries import Transform
-from grasp.baselines.gradients.session import select_checkpoints
-from grasp.baselines.gradients.store import Update
+from grasp.baselines.gradients.scorers import select_checkpoints
+from grasp.baselines.gradients.whole import Transform
+from grasp.baselines.tracin import CosineMethod
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import MethodInputs
 from grasp.models.gradients import PerExample
@@ -62,31 +60,23 @@ class Less(CosineMethod[LessSettings]):
     settings_type = LessSettings
 
     def extra_identity(self, inputs: MethodInputs) -> Mapping[str, Any]:
-        if not self._uses_adam(inputs):
+        if not self.uses_update(inputs):
             return {"moments": []}
-        return {"moments": [checkpoint.moments_fingerprint for checkpoint in self._checkpoints(inputs)]}
+        checkpoints = select_checkpoints(inputs, self.settings.checkpoints)
+        return {"moments": [checkpoint.moments_fingerprint for checkpoint in checkpoints]}
 
-    def form(self, inputs: MethodInputs) -> CosineForm:
-        settings = self.settings
-        update_name = f"adam {settings.betas}" if self._uses_adam(inputs) else ""
-        return CosineForm(
-            settings.checkpoints, settings.weights, settings.dimension, settings.projection, True, True, update_name
-        )
-
-    def update(self, checkpoint: Checkpoint) -> Update | None:
+    def update(self, checkpoint: Checkpoint, engine: PerExample) -> Transform:
         moments, betas = checkpoint.moments(), self.settings.betas or read_betas(checkpoint)
+        first, second = (
+            [
+                as_matrix(block, {name: pair[k] for name, pair in moments.items()}).to(engine.model.device, engine.work)
+                for block in engine.layers.blocks
+            ]
+            for k in (0, 1)
+        )
+        return adam_update(first, second, betas)
 
-        def update(engine: PerExample) -> Transform:
-            first, second = ({name: pair[k] for name, pair in moments.items()} for k in (0, 1))
-            return adam_update(
-                [as_matrix(block, first).to(engine.model.device, engine.work) for block in engine.layers.blocks],
-                [as_matrix(block, second).to(engine.model.device, engine.work) for block in engine.layers.blocks],
-                betas,
-            )
-
-        return update
-
-    def _uses_adam(self, inputs: MethodInputs) -> bool:
+    def uses_update(self, inputs: MethodInputs) -> bool:
         if self.settings.adam == "never":
             return False
         missing = [
@@ -127,8 +117,6 @@ def read_betas(checkpoint: Checkpoint) -> tuple[float, float]:
         ModelError: they are not recorded.
     """
     path = checkpoint.path / RECORD
-    try:
-        first, second = json.loads(path.read_text(encoding="utf-8"))["identity"]["recipe"]["betas"]
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas") from err
-    return float(first), float(second)
+    if not path.is_file():
+        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas")
+    return read_recipe(path)[0].betas

@@ -9,14 +9,14 @@ Shape letters: n rows of a block, N rows, E units, P predicted tokens of units, 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 from scipy.sparse import coo_array, csr_array
 
 from grasp.arrays import F64, I64
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.corpus.row_store import TokenRows
 from grasp.methods.contract import Account, MethodInputs, Scores
 from grasp.settings import Settings
@@ -46,18 +46,18 @@ class Ngram(BlockMethod[NgramSettings]):
     settings_type = NgramSettings
     requires = frozenset({"tokens"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
         vocabulary = inputs.artifact.manifest.details["vocab_size"]
         grams = [_Sequences.from_units(inputs.unit_tokens, n, vocabulary) for n in range(1, self.settings.order + 1)]
 
-        def count_sequences() -> F64:
+        def count_sequences() -> dict[str, F64]:
             total_C = np.zeros(sum(len(gram) for gram in grams))
             for start, stop in inputs.blocks():
                 total_C += _count_sequences(grams, inputs.rows(start, stop)).sum(axis=0)
-            return total_C
+            return {"total_C": total_C}
 
-        total_C = np.asarray(work.load_or_compute("totals", count_sequences), dtype=np.float64)
+        total_C = cached(work / "totals.safetensors", count_sequences)["total_C"]
         unit_P = np.repeat(np.arange(inputs.n_units), [len(unit.input_ids) - unit.first for unit in inputs.unit_tokens])
         weight_CE = _derivatives(grams, total_C / inputs.n_rows, unit_P, self.settings.uniform)
         account = Account(

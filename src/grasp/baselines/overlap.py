@@ -6,28 +6,17 @@ Shape letters: n rows of a block, E units, W words of any unit.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
 
 import numpy as np
-from pydantic import Field
 from scipy.sparse import csr_array
 
-from grasp.baselines.bm25 import QUERY_NOTES, check_queries, query_text, words
+from grasp.baselines.bm25 import COVERS, check_queries, query_text, words
 from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
-from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.settings import Settings
+from grasp.methods.contract import Account, MethodInputs, NoSettings, Scores
 
 
-class OverlapSettings(Settings):
-    """Text of a unit that its words are taken from."""
-
-    query: Literal["both", "prompt", "completion"] = Field(
-        "both", description="Text of a unit used as the query: prompt and completion, or one of them."
-    )
-
-
-class Overlap(BlockMethod[OverlapSettings]):
+class Overlap(BlockMethod[NoSettings]):
     """Share of the unit's distinct words that the row has.
 
     Source: the GRASP paper's retrieval table.
@@ -36,18 +25,16 @@ class Overlap(BlockMethod[OverlapSettings]):
     decoded from their tokens.
     """
 
-    settings_type = OverlapSettings
-    version = 2  # words of every alphabet
     requires = frozenset({"tokens"})
     dtype = "float16"
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work, part
-        queries = [set(words(query_text(unit, self.settings.query))) for unit in inputs.units.units]
-        check_queries(self.name, queries, inputs.units.units, self.settings.query)
+        queries = [set(words(query_text(unit))) for unit in inputs.units.units]
+        check_queries(self.name, queries, inputs.units.units)
         n_empty = sum(not query for query in queries)
         account = Account(
-            covers=("text of the rows, decoded from their tokens", QUERY_NOTES[self.settings.query]),
+            covers=COVERS,
             counts={"units without a query word: 0 for every row": n_empty} if n_empty else {},
         )
         return RowScorer(_Overlaps(inputs, queries), account)

@@ -4,14 +4,14 @@ Start with `BlockMethod`. Layout:
 
     <cache>/<method>-<digest>/
         scores.npy        (N, E) or (N, 1), float16 or float32, rows in corpus order
-        scores.ids.json   {"units": [[target, unit_id], ...]}; with it, `evaluate --predictions` can read (N, E) scores
+        scores.ids.json   {"units": [[target, unit_id], ...]}: the columns of (N, E) scores
         method.json       settings, seconds, account, and the identity that the digest is computed from; written last
-        blocks/, work/    until then: scores so far, and intermediate results of the method
+        work/             until then: scores so far, progress.json, and intermediate results of the method
 
 `<cache>` defaults to `<artifact>/baselines`. A subclass of `BlockMethod` implements `prepare`, which runs before the
 first block and returns a `RowScorer` that scores a block of rows. A method may read the rows in several passes, called
-parts, and its scores are the sum over them. A finished block is marked on disk, so that a killed run continues with the
-next one.
+parts, and its scores are the sum over them. Progress is recorded after each block, so that a killed run continues with
+the next one.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -29,32 +29,23 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 from pydantic import Field
+from safetensors.numpy import load_file, save_file
 
 from grasp.arrays import F32
 from grasp.baselines.checkpoints import training_checkpoints
-from grasp.baselines.work import WorkArea
 from grasp.errors import ModelError, SettingsError, ShapeError
-from grasp.files import UNSIGNED, FileEntry
+from grasp.files import UNSIGNED, FileEntry, atomic_path, write_atomically
 from grasp.methods.contract import Account, MethodInputs, MethodScores, RowMethod, Scores, Seconds
 from grasp.settings import Settings
-from grasp.store.contents import npy_bytes
-from grasp.store.directory import Content, Schema, Store, write_content
+from grasp.store.directory import Content, write_content
 from grasp.store.locks import locked
-from grasp.store.records import JsonModel, Mark, Signed
+from grasp.store.records import JsonModel, Signed
 from grasp.store.remote import open_store
 
-SCORES, IDS, LOCK = "scores.npy", "scores.ids.json", ".lock"
+SCORES, IDS, WORK, LOCK = "scores.npy", "scores.ids.json", "work", ".lock"
+PROGRESS = "progress.json"
 BLOCK_ROWS = 16_384  # rows per block when stored scores are read
-FORMAT_VERSION = 2
-
-
-class ScoredBlock(Mark):
-    """Scores of a block, summed over the parts so far; `seconds` is the total of these parts."""
-
-    part: int
-    start: int
-    stop: int
-    seconds: Seconds
+FORMAT_VERSION = 3
 
 
 class ScoreRecord(JsonModel):
@@ -69,17 +60,13 @@ class ScoreRecord(JsonModel):
     files: dict[str, FileEntry]
 
 
-RECOVERY_HINT = "delete its directory to recompute it"
-BLOCKS = Schema(
-    mark=ScoredBlock, marks="blocks/*.json", plan="plan.json", other_files=("blocks",), recovery_hint=RECOVERY_HINT
-)
 RECORD = Signed(
     "method.json",
     ScoreRecord,
     "a record of scores",
     "grasp-scores",
     FORMAT_VERSION,
-    RECOVERY_HINT,
+    "delete its directory to recompute it",
     error_type=SettingsError,
 )
 
@@ -117,14 +104,14 @@ class BlockMethod(RowMethod[S]):
         return {}
 
     @abstractmethod
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         """Do everything before the first block of a part: models, units, statistics over all rows.
 
-        Called again when a killed run is resumed; save expensive intermediate results in `work`.
+        Called again when a killed run is resumed; save expensive intermediate results in `work`, see `cached`.
 
         Args:
             inputs: rows, units and models of the artifact.
-            work: directory for intermediate results of this run.
+            work: directory for intermediate results of this run, removed at its end.
             part: number of the pass over the rows, from 0; see `parts`.
         """
 
@@ -141,19 +128,22 @@ class BlockMethod(RowMethod[S]):
             SettingsError: another process is computing the same scores.
         """
         directory = result_directory(cache, result_identity := identity(self, inputs))
-        if not (directory / RECORD.name).exists() or (directory / BLOCKS.plan).exists():
+        work = directory / WORK
+        if not (directory / RECORD.name).exists() or work.exists():
             try:
-                directory.mkdir(parents=True, exist_ok=True)
+                work.mkdir(parents=True, exist_ok=True)
             except OSError as err:
                 raise SettingsError(
                     f"{cache}: scores cannot be stored here ({err.strerror}); copy the artifact to a writable directory"
                 ) from err
             with locked(directory / LOCK):
-                run = _Run(directory, shared_directory(cache, inputs, self.version), self, inputs)
                 if not (directory / RECORD.name).exists():
-                    run.finish(result_identity)
-                run.clear()
-        return _read(directory)
+                    _Run(self, inputs, work).finish(directory, result_identity)
+                shutil.rmtree(work, ignore_errors=True)
+        record, files = open_store(directory, RECORD)
+        files.file(IDS)
+        shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
+        return MethodScores(_Blocks(directory / SCORES), shape, record.account, record.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +161,6 @@ class _Blocks:
 def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
     """Return the directory of a result from its `identity`."""
     return cache / f"{result_identity['method']}-{digest(result_identity)}"
-
-
-def shared_directory(cache: Path, inputs: MethodInputs, version: int) -> Path:
-    """Return the directory that methods of one version share, for one model, tokenizer and corpus."""
-    fingerprints = inputs.artifact.manifest.fingerprints
-    shared_identity = {key: fingerprints.get(key) for key in ("model", "tokenizer", "corpus")} | {"version": version}
-    return cache / f"shared-{digest(shared_identity)}"
 
 
 def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
@@ -213,60 +196,74 @@ def digest(identity: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def cached(path: Path, compute: Callable[[], Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """Load the arrays of an intermediate result; compute and save them first if the file does not exist."""
+    if not path.exists():
+        arrays = {name: np.ascontiguousarray(array) for name, array in compute().items()}
+        with atomic_path(path) as part:
+            save_file(arrays, part)
+    return dict(load_file(path))
+
+
 class _Run:
-    """A computation of scores, new or resumed."""
+    """A computation of scores, new or resumed: rows before `stop` are scored in part `part`, and in earlier parts."""
 
-    def __init__(self, directory: Path, shared: Path, method: BlockMethod[Any], inputs: MethodInputs) -> None:
-        self._directory, self._method, self._inputs = directory, method, inputs
-        self._work, self._store = WorkArea(directory / "work", shared), Store(directory, BLOCKS)
-        self._unrecorded = Seconds()  # time not yet recorded in the mark of a block
+    def __init__(self, method: BlockMethod[Any], inputs: MethodInputs, work: Path) -> None:
+        self._method, self._inputs, self._work = method, inputs, work
+        self._part, self._stop, self._seconds = 0, 0, Seconds()
+        if (work / PROGRESS).exists():
+            recorded = json.loads((work / PROGRESS).read_text(encoding="utf-8"))
+            self._part, self._stop, self._seconds = recorded["part"], recorded["stop"], Seconds(**recorded["seconds"])
 
-    def finish(self, result_identity: Mapping[str, Any]) -> None:
-        """Score the remaining blocks, then write the result."""
-        n_parts, blocks = self._method.parts(self._inputs), list(self._inputs.blocks())
-        assert n_parts > 0
-        self._store.begin({**result_identity, "blocks": [stop for _, stop in blocks]}, replace=True)
-        last_part_of = {mark.start: mark.part for mark, _ in self._marks()}  # by first row of the block
-        for part in range(n_parts):
-            remaining = [block for block in blocks if last_part_of.get(block[0], -1) < part]
+    def finish(self, directory: Path, result_identity: Mapping[str, Any]) -> None:
+        """Score the remaining blocks of all parts, then write the scores and the record that makes them complete."""
+        n_parts = self._method.parts(self._inputs)
+        for part in range(self._part, n_parts):
+            if self._stop == self._inputs.n_rows and part < n_parts - 1:
+                self._stop = 0
+                continue
             # The last part always runs, since its scorer returns the account, even if all blocks are on disk.
-            if remaining or part == n_parts - 1:
-                account = self._score_part(part, remaining, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
-        self._write_result(account, result_identity)
+            account = self._score_part(part, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
+            self._part_path(part - 1).unlink(missing_ok=True)
+            self._stop = 0 if part < n_parts - 1 else self._stop
+        total_NE = np.load(self._part_path(n_parts - 1), mmap_mode="r", allow_pickle=False)
 
-    def _marks(self) -> list[tuple[ScoredBlock, str]]:
-        """Return the marks of finished blocks and their names, ordered by part and row."""
-        marks = [(self._store.mark(name), name) for name in self._store.parts]
-        return sorted(marks, key=lambda item: (item[0].part, item[0].start))
+        def write_scores(path: Path) -> None:
+            scores = open_memmap(path, mode="w+", dtype=np.dtype(self._method.dtype), shape=total_NE.shape)
+            scores[:] = total_NE
+            scores.flush()
 
-    def clear(self) -> None:
-        """Remove files that are only needed to resume."""
-        shutil.rmtree(self._directory / "work")
-        self._store.clear()
+        units = [[unit.target, unit.unit_id] for unit in self._inputs.units.units]
+        files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
+        entries = {name: write_content(directory / name, content) for name, content in files.items()}
+        identity_fields = dict(result_identity)
+        record = ScoreRecord(identity=identity_fields, seconds=self._seconds, account=account, files=entries)
+        RECORD.write(directory, record)
 
-    def _score_part(self, part: int, remaining: list[tuple[int, int]], which: str) -> Account:
-        """Score the remaining blocks of a part, and store each as the sum over the parts so far.
+    def _part_path(self, part: int) -> Path:
+        """Return the path of the scores summed over the parts up to this one, (N, E) or (N, 1)."""
+        return self._work / f"part-{part}.npy"
 
-        Args:
-            part: number of the part.
-            remaining: first row, and row after the last, of each block.
-            which: suffix of the progress message.
-        """
+    def _score_part(self, part: int, which: str) -> Account:
+        """Score the remaining blocks of a part; `which` is the suffix of the progress message."""
         with self._timed():
             scorer = self._method.prepare(self._inputs, self._work, part)
-        rows = sum(stop - start for start, stop in remaining)
-        self._inputs.progress.stage(f"scoring rows{which}", rows=rows, tokens=None)
-        for start, stop in remaining:
-            previous_name, name = f"{part - 1}-{start}", f"{part}-{start}"
+        self._inputs.progress.stage(f"scoring rows{which}", rows=self._inputs.n_rows - self._stop, tokens=None)
+        for start, stop in self._inputs.blocks(self._stop):
             with self._timed():
                 block = self._score_block(scorer, start, stop)
             if part:
-                block = block + np.load(self._store.file(previous_name), allow_pickle=False)
-                self._unrecorded += self._store.mark(previous_name).seconds
-            mark_fields = {"part": part, "start": start, "stop": stop, "seconds": self._unrecorded}
-            self._store.put(name, {f"blocks/{name}.npy": npy_bytes(block)}, **mark_fields)
-            self._store.drop(previous_name)
-            self._unrecorded = Seconds()
+                block = block + np.load(self._part_path(part - 1), mmap_mode="r", allow_pickle=False)[start:stop]
+            path, shape = self._part_path(part), (self._inputs.n_rows, block.shape[1])
+            if not path.exists():
+                with atomic_path(path) as unfinished:
+                    open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape).flush()
+            total_NE = open_memmap(path, mode="r+")
+            total_NE[start:stop] = block
+            total_NE.flush()
+            self._stop = stop
+            recorded = {"part": part, "stop": stop, "seconds": asdict(self._seconds)}
+            write_atomically(self._work / PROGRESS, json.dumps(recorded).encode())
             self._inputs.progress.advance(stop - start, 0)
         return scorer.account
 
@@ -283,54 +280,19 @@ class _Run:
         bad = np.argwhere(~(np.abs(block) <= np.finfo(self._method.dtype).max))
         if len(bad):
             row, column = bad[0]
+            dtype, advice = self._inputs.settings.model.dtype, "check the row, the unit and the settings of the method"
+            if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
+                advice = f"the model is in {dtype}, build with model.dtype: float32"
             unit = self._inputs.units.units[column].unit_id if block.shape[1] > 1 else "any"
             raise ModelError(
                 f"{name}: score of row {start + row} for unit {unit!r} is {block[row, column]} ({len(bad)} such in "
-                f"this block), expected a finite {self._method.dtype} number; {self._advice()}"
+                f"this block), expected a finite {self._method.dtype} number; {advice}"
             )
         return block.astype(np.float32, copy=False)
 
-    def _advice(self) -> str:
-        """Return a hint for a score that is not finite."""
-        dtype = self._inputs.settings.model.dtype
-        if self._method.requires & {"model", "checkpoints"} and dtype != "float32":
-            return f"the model is in {dtype}, build with model.dtype: float32"
-        return "check the row, the unit and the settings of the method"
-
-    def _write_result(self, account: Account, result_identity: Mapping[str, Any]) -> None:
-        """Write the scores of all blocks, the ids of the units, and the record, which makes the result complete."""
-        # A killed run may leave marks of an earlier part; marks are ordered by part, so the last one is taken.
-        final_marks = {mark.start: (mark, name) for mark, name in self._marks()}.values()
-        for mark, _ in final_marks:
-            self._unrecorded += mark.seconds
-
-        def write_scores(path: Path) -> None:
-            scores = None
-            for mark, name in final_marks:
-                block = np.load(self._store.file(name), allow_pickle=False)
-                if scores is None:
-                    shape = self._inputs.n_rows, block.shape[1]
-                    scores = open_memmap(path, mode="w+", dtype=np.dtype(self._method.dtype), shape=shape)
-                scores[mark.start : mark.stop] = block
-            assert scores is not None
-            scores.flush()
-
-        units = [[unit.target, unit.unit_id] for unit in self._inputs.units.units]
-        files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
-        entries = {name: write_content(self._directory / name, content) for name, content in files.items()}
-        record = ScoreRecord(identity=dict(result_identity), seconds=self._unrecorded, account=account, files=entries)
-        RECORD.write(self._directory, record)
-
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Add the time of the `with` block to that of the next mark."""
+        """Add the time of the `with` block."""
         wall, cpu = time.perf_counter(), time.process_time()
         yield
-        self._unrecorded += Seconds(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def _read(directory: Path) -> MethodScores:
-    record, files = open_store(directory, RECORD)
-    files.file(IDS)
-    shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
-    return MethodScores(_Blocks(directory / SCORES), shape, record.account, record.seconds)
+        self._seconds += Seconds(time.perf_counter() - wall, time.process_time() - cpu)

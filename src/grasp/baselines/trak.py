@@ -11,24 +11,35 @@ Start with `Trak`; `newton_map` is the linear algebra.
 Shape letters: N rows, n of a block, E units, K projected width, C checkpoints.
 """
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
+from safetensors.numpy import load_file
 
 from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint
+from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import ProjectedSettings
-from grasp.baselines.gradients.scorers import checkpoint_note, projection_note
-from grasp.baselines.gradients.session import mean_row_tokens, select_checkpoints
-from grasp.baselines.gradients.store import FeatureSpec, FeatureStore, ready_seconds
-from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
+from grasp.baselines.gradients.projection import choose_forms
+from grasp.baselines.gradients.scorers import (
+    checkpoint_note,
+    mean_row_tokens,
+    open_engine,
+    projection_note,
+    row_examples,
+    select_checkpoints,
+    unit_examples,
+)
+from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import LayerSet
+from grasp.models.gradients import Example, LayerSet
 
 # Size of a zero eigenvalue after rounding of float32 features, relative to the largest eigenvalue.
 ZERO_EIGENVALUE = 1e-12
@@ -44,10 +55,6 @@ class TrakSettings(ProjectedSettings):
         allow_inf_nan=False,
         description="lambda in units of the mean diagonal of Phi^T Phi; 0: none, as in the original.",
     )
-    output: Literal["margin", "loss"] = Field(
-        "margin", description="Model output that is differentiated: margin: log(p / (1 - p)), as in TRAK; loss: -log p."
-    )
-    weigh_doubt: bool = Field(True, description="Multiply by 1 - p of the row, as in TRAK.")
 
 
 class Trak(BlockMethod[TrakSettings]):
@@ -65,43 +72,57 @@ class Trak(BlockMethod[TrakSettings]):
     settings_type = TrakSettings
     requires = frozenset({"tokens", "model", "checkpoints"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del part
-        layers = choose_layers(inputs.model, self.settings.layers)
+        settings, checkpoints = self.settings, select_checkpoints(inputs, self.settings.checkpoints)
+        layers = choose_layers(inputs.model, settings.layers)
         width = self._check_width(inputs, layers)
-        checkpoints = select_checkpoints(inputs, self.settings.checkpoints)
-        members = [self._member(inputs, work, checkpoint, width) for checkpoint in checkpoints]
+        members = [self._map(inputs, work, c, checkpoint, width) for c, checkpoint in enumerate(checkpoints)]
 
         def score(start: int, stop: int) -> Scores:
             """Multiply two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
             scores_NE, doubt_N = np.zeros((stop - start, inputs.n_units)), np.zeros(stop - start)
-            for store, map_KE in members:
-                row_NK, member_doubt_N = store.rows(start, stop)
-                scores_NE += np.asarray(row_NK, dtype=np.float64) @ map_KE
-                doubt_N += member_doubt_N
-            scores_NE /= len(members)
-            return scores_NE * (doubt_N / len(members))[:, None] if self.settings.weigh_doubt else scores_NE
+            for c, map_KE in enumerate(members):
+                row = load_file(_rows_file(work, c, start))
+                scores_NE += row["features"].astype(np.float64) @ map_KE
+                doubt_N += row["doubt"]
+            return scores_NE / len(members) * (doubt_N / len(members))[:, None]
 
-        account = self._account(inputs, layers, width, checkpoints)
-        return RowScorer(score, replace(account, ready=ready_seconds(work)))
+        form_note = "whole gradients, not projected"
+        if settings.dimension is not None:
+            tokens = mean_row_tokens(inputs)
+            form_note = projection_note(choose_forms(layers.blocks, settings.dimension, tokens), settings.dimension)
+        ridge = f"lambda {settings.ridge:g} of the mean diagonal" if settings.ridge else "lambda 0"
+        notes = (form_note, checkpoint_note(checkpoints), ridge)
+        return RowScorer(score, Account(width * len(checkpoints), (describe_layers(layers),), notes))
 
-    def _member(
-        self, inputs: MethodInputs, work: WorkArea, checkpoint: Checkpoint, width: int
-    ) -> tuple[FeatureStore, F64]:
-        """Compute the features at one checkpoint, and the matrix that maps a row's features to scores, (K, E)."""
+    def _map(self, inputs: MethodInputs, work: Path, number: int, checkpoint: Checkpoint, width: int) -> F64:
+        """Return the matrix that maps a row's features at a checkpoint to scores, (K, E); save the rows' features."""
         settings = self.settings
-        spec = FeatureSpec(settings.layers, settings.dimension, settings.projection, self.seed, settings.output)
-        store = FeatureStore(inputs, work, checkpoint, spec)
-        gram_KK = np.zeros((width, width))
+
+        @cache
+        def featurizer() -> Featurizer:
+            engine = open_engine(inputs, checkpoint, settings.layers)
+            if settings.dimension is None:
+                return Featurizer(engine, None)
+            tokens = mean_row_tokens(inputs)
+            return Featurizer.with_projection(engine, settings.dimension, seed=self.seed, tokens=tokens)
+
+        def features(path: Path, examples: Callable[[], list[Example]]) -> F64:
+            def compute() -> dict[str, NDArray[Any]]:
+                return dict(zip(("features", "doubt"), featurizer().features(examples(), "margin"), strict=True))
+
+            return cached(path, compute)["features"].astype(np.float64)
+
         name = checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}"
         inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
+        gram_KK = np.zeros((width, width))
         for start, stop in inputs.blocks():
-            row_NK = np.asarray(store.rows(start, stop)[0], dtype=np.float64)
+            row_NK = features(_rows_file(work, number, start), partial(row_examples, inputs, start, stop))
             gram_KK += row_NK.T @ row_NK
             inputs.progress.advance(stop - start, 0)
-        map_KE = newton_map(gram_KK, np.asarray(store.units(), dtype=np.float64), settings.ridge, str(checkpoint.path))
-        store.close()
-        return store, map_KE
+        unit_EK = features(work / f"units-{number}.safetensors", partial(unit_examples, inputs))
+        return newton_map(gram_KK, unit_EK, settings.ridge, str(checkpoint.path))
 
     def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
         width = self.settings.dimension or layers.size
@@ -117,23 +138,10 @@ class Trak(BlockMethod[TrakSettings]):
             )
         return width
 
-    def _account(
-        self, inputs: MethodInputs, layers: LayerSet, width: int, checkpoints: tuple[Checkpoint, ...]
-    ) -> Account:
-        settings = self.settings
-        form_note = "whole gradients, not projected"
-        if settings.dimension is not None:
-            form_note = projection_note(layers.blocks, settings.dimension, settings.projection, mean_row_tokens(inputs))
-        ridge = f"lambda {settings.ridge:g} of the mean diagonal" if settings.ridge else "lambda 0"
-        return Account(
-            features=width * len(checkpoints),
-            covers=(describe_layers(layers),),
-            notes=(
-                form_note,
-                checkpoint_note(checkpoints),
-                ridge,
-            ),
-        )
+
+def _rows_file(work: Path, checkpoint: int, start: int) -> Path:
+    """Return the file of the features of a block of rows at a checkpoint."""
+    return work / f"rows-{checkpoint}-{start}.safetensors"
 
 
 def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:

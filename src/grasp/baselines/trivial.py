@@ -4,16 +4,12 @@ A method that does not beat them has learned nothing about the target. None of t
 row for all units. Start with `Random`, `Length` or `Loss`.
 """
 
-from typing import Literal
-
-from pydantic import Field
+from pathlib import Path
 
 from grasp.arrays import F64
 from grasp.baselines.stored import BlockMethod, RowScorer
-from grasp.baselines.work import WorkArea
 from grasp.methods.contract import Account, MethodInputs, NoSettings
 from grasp.seeds import stream
-from grasp.settings import Settings
 
 
 def _score_by_column(values_N: F64, account: Account) -> RowScorer:
@@ -27,44 +23,27 @@ class Random(BlockMethod[NoSettings]):
     Standard normal, determined by the seed. No source: the level that every method must exceed.
     """
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work, part
         values_N = stream(self.seed, "baselines", "random").standard_normal(inputs.n_rows)
         return _score_by_column(values_N, Account(covers=("nothing",), notes=("independent of rows and units",)))
 
 
-class LengthSettings(Settings):
-    """Direction of the score by length."""
-
-    prefer: Literal["long", "short"] = Field("long", description="Which rows score high.")
-
-
-class Length(BlockMethod[LengthSettings]):
+class Length(BlockMethod[NoSettings]):
     """Number of tokens of the row.
 
     No source: a control for methods whose scores grow with the length of a row.
     """
 
-    settings_type = LengthSettings
-
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work, part
-        sign = 1.0 if self.settings.prefer == "long" else -1.0
-        return _score_by_column(sign * inputs.column("n_tokens"), Account(covers=("number of tokens",)))
+        return _score_by_column(inputs.column("n_tokens"), Account(covers=("number of tokens",)))
 
 
-class LossSettings(Settings):
-    """Direction of the score by loss."""
-
-    prefer: Literal["low", "high"] = Field(
-        "low", description="Which rows score high. low: fluent text, as in perplexity filters; high: difficult text."
-    )
-
-
-class Loss(BlockMethod[LossSettings]):
+class Loss(BlockMethod[NoSettings]):
     """Loss of the reference model on the row: low first, as in perplexity filters.
 
-    Mean loss of the reference model on the row, as stored in the artifact.
+    Minus the mean loss of the reference model on the row, as stored in the artifact.
 
     Source: perplexity filters, e.g. CCNet (Wenzek et al. 2020) and Marion et al. 2023 (arXiv 2309.04564).
     As published: perplexity under an n-gram model of Wikipedia, or under a small language model, by which the corpus is
@@ -72,10 +51,8 @@ class Loss(BlockMethod[LossSettings]):
     Deviation: the loss itself is the score, under the reference model.
     """
 
-    settings_type = LossSettings
     requires = frozenset({"model"})
 
-    def prepare(self, inputs: MethodInputs, work: WorkArea, part: int) -> RowScorer:
+    def prepare(self, inputs: MethodInputs, work: Path, part: int) -> RowScorer:
         del work, part
-        sign = -1.0 if self.settings.prefer == "low" else 1.0
-        return _score_by_column(sign * inputs.column("loss"), Account(covers=("loss of the row",)))
+        return _score_by_column(-inputs.column("loss"), Account(covers=("loss of the row",)))

@@ -78,17 +78,14 @@ def build(
     address: Address = None,
     **params: Any,
 ) -> None:
-    from grasp.pipeline.build import INPUT_SETTINGS, OTHER_SETTINGS, add_targets
+    from grasp.pipeline.build import add_targets, argument_settings
     from grasp.pipeline.build import build as run
-    from grasp.settings import form_of_loss
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
     check, warm_up = params.pop("check"), params.pop("warm_up")
-    params["loss"] = form_of_loss(params["loss"])
-    flags = {(INPUT_SETTINGS | OTHER_SETTINGS)[name]: value for name, value in params.items()}
-    flags["features.kernels"] = [] if params["rule"] else None  # --rule overrides kernels of a settings file
-    flags["targets.names"] = [name for text in targets for name in split_names(text)] or None
+    names = [name for text in targets for name in split_names(text)]
+    flags = argument_settings(params) | {"targets.names": names or None}
     data = merge_settings(settings, assign, flags)
     if add_target is not None:
         idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
@@ -256,7 +253,7 @@ def _preview_settings(
     model = data.get("model", {})
     if isinstance(model, dict) and model.keys() <= {"tokenizer"}:
         return data[group], None, validated(ModelSettings, {"path": "", **model}, "model").tokenizer
-    require_flags(data, {"--model": ["model.path"]}, "--set model")
+    require_flags(data, {"--model": "model.path"}, "--set model")
     return data[group], validated(ModelSettings, model, "model"), None
 
 
@@ -340,8 +337,7 @@ def verify(
         report = check(path)
     for problem in report.problems:
         print(f"broken: {problem}")
-    what = "artifact" if report.complete else "unfinished artifact"
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
-    print(f"{report.path}: {what}, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
+    print(f"{report.path}: artifact, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:
         raise typer.Exit(code=1)

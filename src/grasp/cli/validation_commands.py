@@ -102,7 +102,6 @@ def retrain(
     "grasp evaluate art --runs test --oracle ridge",
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
-    "grasp evaluate art --runs env --predictions theirs.parquet --predictions row_scores.npy",
     verb="grasp.api.evaluate",
     more="partial method_settings checkpoints oracles",
     python="resamples",

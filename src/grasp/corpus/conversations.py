@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from os.path import commonprefix
 from string import Formatter
 from typing import Any, Final
 
@@ -41,7 +42,20 @@ class Template:
         self._text, self._location, self._jinja = text, location, None
         self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
-            self._compile_jinja()
+            feature = f"{location}, which is a Jinja template"
+            jinja, sandbox, meta = (
+                require(module, extra="chat", feature=feature) for module in ("jinja2", "jinja2.sandbox", "jinja2.meta")
+            )
+            # in a sandbox, since the text may come from a file of somebody else
+            environment = sandbox.ImmutableSandboxedEnvironment(
+                undefined=jinja.StrictUndefined, keep_trailing_newline=True
+            )
+            self._failures = (*FAILURES, jinja.TemplateError)
+            try:
+                self._jinja = environment.from_string(text)
+                self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
+            except jinja.TemplateError as err:
+                raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
@@ -51,20 +65,6 @@ class Template:
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
         if any(name == "" or name.isdigit() for name in self.columns):
             raise CorpusError(f"{location}: {text!r} {fault}")
-
-    def _compile_jinja(self) -> None:
-        """Compile the text in a sandbox, since it may come from a file of somebody else."""
-        text, location = self._text, self._location
-        jinja = require("jinja2", extra="chat", feature=f"{location}, which is a Jinja template")
-        sandbox = require("jinja2.sandbox", extra="chat", feature=location)
-        meta = require("jinja2.meta", extra="chat", feature=location)
-        environment = sandbox.ImmutableSandboxedEnvironment(undefined=jinja.StrictUndefined, keep_trailing_newline=True)
-        self._failures = (*FAILURES, jinja.TemplateError)
-        try:
-            self._jinja = environment.from_string(text)
-            self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
-        except jinja.TemplateError as err:
-            raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
 
     def fill(self, record: Mapping[str, Any], location: str) -> str:
         """Return the text of the template with the values of a record.
@@ -84,6 +84,7 @@ class Template:
 Span = tuple[int, int]  # range of characters: start, and exclusive end
 
 TEXT: Final = "text"
+IDS: Final = "input_ids"  # column of token ids, which are used without tokenizing
 TURNS: Final = ("messages", "conversations", "conversation")
 JSON_TURNS: Final = re.compile(r"\s*\[\s*[{\]]")  # how JSON text of a list of turns begins
 INPUTS: Final = ("input", "context")
@@ -250,7 +251,9 @@ class Form:
     def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
         """Return the turns of an instruction with its input, output and history."""
         instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
-        _require_texts({name: named[name] for name in (instruction, output, *inputs)}, location)
+        for name in (instruction, output, *inputs):
+            if not isinstance(named[name], str | None):
+                raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
         separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
         question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
         exchanges = [*parse_history(named.get(HISTORY), location), (question, named[output] or "")]
@@ -261,13 +264,6 @@ class Form:
         ]
 
 
-def _require_texts(values: Mapping[str, Any], location: str) -> None:
-    """Check that the values of columns are texts or null."""
-    for column, value in values.items():
-        if not isinstance(value, str | None):
-            raise CorpusError(f"{location}: column {column!r} holds {type(value).__name__}, expected text")
-
-
 def _with_completion(prompt: str, completion: str) -> Content:
     """Return a prompt and its completion as one text, of which the completion carries loss."""
     text = prompt + completion
@@ -275,11 +271,7 @@ def _with_completion(prompt: str, completion: str) -> Content:
 
 
 def _are_turns(values: Mapping[str, Any], location: str) -> bool:
-    """Return whether a prompt and its answers that are texts are turns: with a system text, a chat template joins them.
-
-    Raises:
-        CorpusError: there is no system text, but another column that only a chat template reads.
-    """
+    """Return whether a prompt and its answers that are texts are turns, since they have a system text."""
     if values.get("system") is not None:
         return True
     arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
@@ -293,23 +285,34 @@ def _are_turns(values: Mapping[str, Any], location: str) -> bool:
 
 
 def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
-    """Return the conversation of turns, with the system turn, tools and template arguments of further columns."""
+    """Return the conversation of turns without their loss flags, with what further columns add."""
     turns = [_parse_turn(turn, f"{location}: turn {k}") for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    conversation = _extract_loss_flags(turns, _parse_tools(values.get("tools"), location), location)
+    tools = _parse_tools(values.get("tools"), location)
+    untrained, fault = set[int](), None
+    for k, turn in enumerate(turns):
+        is_answer = turn["role"] == "assistant"
+        for flag in LOSS_FLAGS:
+            value = turn.pop(flag, None)
+            if value not in (None, 0, 1):
+                raise CorpusError(
+                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
+                    "weights are not supported"
+                )
+            if value is not None and not value and is_answer:
+                untrained.add(k)
+            if flag == "train" and value and not is_answer:
+                fault = "trained_user"
+        if turn.get("tool_calls", ()) is None:
+            fault = "bad_call"
     arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
-    return replace(conversation, template_arguments=arguments)
+    return Conversation(tuple(turns), tools, frozenset(untrained), fault, arguments)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
 PAIR_PROMPTS: Final = ("prompt", *TURNS, "question")  # columns of their prompts; the first one that is present is read
-
-
-def is_preference_pair(record: Mapping[str, Any]) -> bool:
-    """Return whether a record has a side of a preference pair."""
-    return any(record.get(side) is not None for side in PAIR) and "completion" not in record
 
 
 def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
@@ -339,7 +342,9 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
     chosen, rejected = (record[name] for name in PAIR)
     are_texts = isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None)
     if are_texts and source != "question" and not _are_turns(record, location):
-        contents = _text_sides(prompt, chosen, rejected)
+        # without a prompt, it is the common beginning; as in TRL without the space before the first different word
+        common = commonprefix([chosen, rejected]).removesuffix(" ") if prompt is None else ""  # noqa: RUF071 - no paths
+        contents = [_with_completion(prompt or common, side[len(common) :]) for side in (chosen, rejected)]
     elif are_texts and source is None:
         raise CorpusError(
             f"{location}: system: precedes a prompt, but the pair has none of {', '.join(PAIR_PROMPTS)}; add the "
@@ -350,20 +355,8 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
     return replace(contents[0], rejected=contents[1])
 
 
-def _text_sides(prompt: str | None, chosen: str, rejected: str) -> list[Content]:
-    """Return both sides of a preference pair of texts; without a prompt, their common beginning is the prompt."""
-    if prompt is not None:
-        return [_with_completion(prompt, side) for side in (chosen, rejected)]
-    common = _common_text(chosen, rejected)
-    return [_with_completion(common, side[len(common) :]) for side in (chosen, rejected)]
-
-
 def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
-    """Return both sides of a preference pair of chats, each with one answer after the common beginning.
-
-    Raises:
-        CorpusError: a side has more turns, or no answer.
-    """
+    """Return both sides of a preference pair of chats, each with one answer after the common beginning."""
     sides = [_parse_side(record[name], name, location) for name in PAIR]
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
@@ -383,13 +376,6 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
     return [Content(conversation=chat) for chat in chats]
 
 
-def _common_text(chosen: str, rejected: str) -> str:
-    """Return the common beginning of two texts without the space before the first different word, as TRL does."""
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    end = next((k for k, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-    return chosen[: end - 1] if end and chosen[end - 1] == " " else chosen[:end]
-
-
 def _parse_side(side: Any, name: str, location: str) -> list[Any]:
     """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
     if isinstance(side, str) and not JSON_TURNS.match(side):
@@ -397,27 +383,6 @@ def _parse_side(side: Any, name: str, location: str) -> list[Any]:
     if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
         return [side]
     return parse_turns(side, name, location)
-
-
-def _extract_loss_flags(turns: Sequence[dict[str, Any]], tools: tuple[Any, ...], location: str) -> Conversation:
-    """Remove the loss flags of normalised turns, and build a conversation from them."""
-    untrained, fault = set[int](), None
-    for k, turn in enumerate(turns):
-        is_answer = turn["role"] == "assistant"
-        for flag in LOSS_FLAGS:
-            value = turn.pop(flag, None)
-            if value not in (None, 0, 1):
-                raise CorpusError(
-                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
-                    "weights are not supported"
-                )
-            if value is not None and not value and is_answer:
-                untrained.add(k)
-            if flag == "train" and value and not is_answer:
-                fault = "trained_user"
-        if turn.get("tool_calls", ()) is None:
-            fault = "bad_call"
-    return Conversation(tuple(turns), tools, frozenset(untrained), fault)
 
 
 def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
@@ -588,30 +553,23 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
         other_columns: all others: labels, which may be paths such as `images.0`, and ignored ones.
     """
     others = {name.partition(".")[0] for name in other_columns}
-    notes = [note for note in [_preference_note(roles, others)] if note]
+    text_column, columns = roles.get("text", roles.get("turns")), {*roles.values(), *others}
+    notes = []
+    if text_column in PAIR and set(PAIR) <= columns and "rejected" not in roles:
+        other = PAIR[1 - PAIR.index(text_column)]
+        if "turns" in roles:
+            notes.append(f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read")
+        else:
+            has_prompt = "prompt" in columns
+            unread_parts = f"{other!r} and the prompt are" if has_prompt else f"{other!r} is"
+            advice = f". For loss on the answer after its prompt: {PROMPT_SETTINGS}" if has_prompt else ""
+            notes.append(
+                f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; "
+                f"{unread_parts} not read{advice}"
+            )
     if unread := [name for name in TRAINER_COLUMNS if name in others]:
         notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread)}")
     return notes
-
-
-def _preference_note(roles: Mapping[str, str], other_columns: Collection[str]) -> str | None:
-    """Return a note on what is ignored if preference pairs are read as texts or turns, or None."""
-    text_column, columns = roles.get("text", roles.get("turns")), {*roles.values(), *other_columns}
-    if text_column not in PAIR or not set(PAIR) <= columns or "rejected" in roles:
-        return None
-    other = PAIR[1 - PAIR.index(text_column)]
-    if "turns" in roles:
-        return f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
-    unread = f"{other!r} and the prompt are" if "prompt" in columns else f"{other!r} is"
-    note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {unread} not read"
-    return f"{note}. For loss on the answer after its prompt: {PROMPT_SETTINGS}" if "prompt" in columns else note
-
-
-def entry_notes(settings: CorpusSettings) -> list[str]:
-    """Return notes on the dataset entry that defines how a corpus is read; empty if there is none."""
-    if settings.fields is None or not settings.fields.origin:
-        return []
-    return [f"{settings.fields.origin}: {settings.path}, read as {settings.fields.form}", *settings.fields.notes]
 
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
@@ -629,15 +587,6 @@ def forms_in(names: Collection[str]) -> dict[str, Form]:
         columns = ("instruction", output, *inputs, *extra, *earlier)
         forms["--set corpus.form=instruction"] = Form("instruction", columns)
     return forms
-
-
-def _preference_form(names: Collection[str]) -> Form | None:
-    """Return the form of preference pairs, whose columns may lack a side, or None."""
-    if not set(PAIR) & set(names):
-        return None
-    prompt = next((name for name in PAIR_PROMPTS if name in names), None)
-    extra = (name for name in EXTRA_COLUMNS if name in names)
-    return Form("preference", tuple(name for name in (prompt, *PAIR, *extra) if name is not None))
 
 
 def form_of(names: Collection[str], settings: CorpusSettings, location: str) -> Form:
@@ -677,20 +626,22 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
         return Form("template", tuple(used), templates)
     if settings.form is not None:
         form = forms.get(f"--set corpus.form={settings.form}")
-        if settings.form == "preference":
-            form = _preference_form(names)
+        if settings.form == "preference" and set(PAIR) & set(names):  # a record may lack a side
+            prompts = [name for name in PAIR_PROMPTS if name in names][:1]
+            extra = [name for name in EXTRA_COLUMNS if name in names]
+            form = Form("preference", (*prompts, *PAIR, *extra))
         return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
-    if settings.ids_column in names:
+    if IDS in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
         advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
         return f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}"
     if settings.text_column is not None or not forms:
         return (
-            f"no text column {settings.text_column or TEXT!r} and no ids column {settings.ids_column!r}; name the one "
-            "that holds the text with --text-column (corpus.text_column)"
+            f"no text column {settings.text_column or TEXT!r} and no ids column {IDS!r}; name the one that holds the "
+            "text with --text-column (corpus.text_column)"
         )
     if len(forms) > 1:
         return f"can be read in {len(forms)} ways; select one with {' or '.join(forms)}"

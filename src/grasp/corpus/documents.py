@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import Content, Conversation, Span, entry_notes, form_of, holds_turns
+from grasp.corpus.conversations import IDS, Content, Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value, one_line
+from grasp.corpus.text_files import cell_value, is_delimited, one_line
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -57,7 +57,6 @@ class _Roles:
     """Roles of the columns of a file, or of the fields of a JSON line."""
 
     row_id: str | None  # column of row ids; None: generated
-    doc_id: str | None  # column of document ids; None: generated
     label_by_column: Mapping[str, str]  # names of labels
     dotted_columns: frozenset[str]  # columns with a dot in their name, as nested fields have as labels
     ignored: tuple[str, ...]
@@ -87,8 +86,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
         return roles_by_file[file].columns_to_read
 
     for chunk in source.chunks(start, select_columns):
-        file_labels = source.file_labels(chunk.name) if settings.path_labels else {}
-        for index, (location, values) in enumerate(records_in(chunk, settings.ids_column), start=chunk.index):
+        file_labels = chunk.file_labels if settings.path_labels else {}
+        for index, (location, values) in enumerate(records_in(chunk, IDS), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
             if isinstance(chunk, JsonRecord):
@@ -98,9 +97,14 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 roles = roles_of_line[fields]
             else:
                 roles = roles_by_file[chunk.name]
-            row_id, doc_id = _record_ids(values, roles, settings)
-            only_text = isinstance(chunk, JsonRecord) and chunk.is_text  # as in CSV
+            row_id = None if roles.row_id is None else label_text(values.get(roles.row_id))
+            doc_id = label_text(values.get(DOC_ID_COLUMN))
+            if doc_id is None:  # the id of a record identifies its document
+                doc_id = row_id
+            only_text = isinstance(chunk, JsonRecord) and is_delimited(chunk.name)
             labels, without_label = _record_labels(values, roles, flattener, only_text=only_text)
+            # nested values of label columns are large, and only needed for labels
+            large = [name for name in roles.label_by_column if isinstance(values.get(name), list | dict)]
             yield Record(
                 index=index,
                 file=chunk.name,
@@ -108,18 +112,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 row_id=row_id,
                 doc_id=doc_id,
                 labels={**file_labels, **labels},
-                values=_without_nested_labels(values, roles),
+                values={name: value for name, value in values.items() if name not in large},
                 ignored=tuple(sorted({*roles.ignored, *without_label})) if without_label else roles.ignored,
             )
-
-
-def _record_ids(values: Mapping[str, Any], roles: _Roles, settings: CorpusSettings) -> tuple[str | None, str | None]:
-    """Return the row id and the document id of a record; None: generated."""
-    row_id = None if roles.row_id is None else label_text(values.get(roles.row_id))
-    doc_id = None if roles.doc_id is None else label_text(values.get(roles.doc_id))
-    if doc_id is None and settings.doc_id_column != "":  # the id of a record identifies the document that it holds
-        doc_id = row_id
-    return row_id, doc_id
 
 
 def _record_labels(
@@ -129,12 +124,6 @@ def _record_labels(
 
     A nested field may have the name of a column, as in ``{"a": {"b": 1}, "a.b": 2}``. The column takes precedence if it
     has a value: label ``a.b`` is 2 here, and 1 if the column is null.
-
-    Args:
-        values: plain values of the record.
-        roles: roles of its columns.
-        flattener: flattens nested values.
-        only_text: whether all values are text, as in CSV.
     """
     labels: dict[str, Label] = {}
     shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
@@ -152,15 +141,6 @@ def _record_labels(
     return labels, without_label
 
 
-def _without_nested_labels(values: dict[str, Any], roles: _Roles) -> dict[str, Any]:
-    """Drop the nested values of label columns, which are large and only needed for labels."""
-    return {
-        column: value
-        for column, value in values.items()
-        if not (column in roles.label_by_column and isinstance(value, list | dict))
-    }
-
-
 def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf, location: str) -> _Roles:
     """Assign the columns of a file, or the fields of a JSON line, to ids, content and labels."""
     content = content_of(columns, location)
@@ -173,11 +153,10 @@ def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: Conten
             if data_type is not None and not has_labels(data_type) and column not in with_label_paths
         )
     )
-    row_id, doc_id = id_columns(settings, list(columns), location)
+    ids = id_columns(settings, list(columns), location)
     return _Roles(
-        row_id=row_id,
-        doc_id=doc_id,
-        label_by_column={column: label_name(column) for column in others if column not in (*ignored, row_id, doc_id)},
+        row_id=ids[0],
+        label_by_column={column: label_name(column) for column in others if column not in (*ignored, *ids)},
         dotted_columns=frozenset(column for column in others if "." in column),
         ignored=ignored,
         columns_to_read=[column for column in columns if column not in ignored],
@@ -229,26 +208,23 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
         raise
 
 
-def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str | None]:
-    """Return the columns of row ids and of document ids; None: ids are generated.
+def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str]:
+    """Return the columns of row ids, None if they are generated, and of document ids, which records may lack.
 
-    A setting is a column, "" to generate ids, or None for the default: the first existing one of ROW_ID_COLUMNS, and
-    DOC_ID_COLUMN, which records may lack. `row_id` and `doc_id` may also be named explicitly without existing, since
-    some files of a corpus may lack them.
+    The setting of row ids is a column, "" to generate ids, or None for the first existing one of ROW_ID_COLUMNS.
+    `row_id` and `doc_id` may also be named explicitly without existing, since some files of a corpus may lack them.
 
     Raises:
         CorpusError: another column of the settings does not exist.
     """
-    for setting in ("row_id_column", "doc_id_column"):
-        column = getattr(settings, setting)
-        if column and column not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
-            raise CorpusError(
-                f"{location}: no column {column!r}, named by corpus.{setting}; columns found: {', '.join(names)}"
-            )
     row_id = settings.row_id_column
     if row_id is None:
         row_id = next((name for name in ROW_ID_COLUMNS if name in names), None)
-    return row_id or None, DOC_ID_COLUMN if settings.doc_id_column is None else settings.doc_id_column or None
+    elif row_id and row_id not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
+        raise CorpusError(
+            f"{location}: no column {row_id!r}, named by corpus.row_id_column; columns found: {', '.join(names)}"
+        )
+    return row_id or None, DOC_ID_COLUMN
 
 
 _INT32 = np.iinfo(np.int32)
@@ -321,7 +297,10 @@ class Corpus:
     @property
     def notes(self) -> list[str]:
         """Return notes on the dataset entry that says how it is read, and on files that are not read."""
-        return [*entry_notes(self.settings), *unread_files_note(self.source)]
+        notes, fields = unread_files_note(self.source), self.settings.fields
+        if fields is None or not fields.origin:
+            return notes
+        return [f"{fields.origin}: {self.settings.path}, read as {fields.form}", *fields.notes, *notes]
 
     def documents(self, start: int) -> Iterator[Document]:
         """Yield the documents from position `start` on; the first call with 0 continues the open stream."""
@@ -332,14 +311,10 @@ class Corpus:
 
 
 def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
-    """Build documents from records.
-
-    Raises:
-        CorpusError: invalid token ids, or columns of unexpected types.
-    """
+    """Build documents from records."""
     for record in records:
-        ids = record.values.get(settings.ids_column)
-        input_ids = None if ids is None else _token_ids(ids, settings.ids_column, record.location)
+        ids = record.values.get(IDS)
+        input_ids = None if ids is None else _token_ids(ids, record.location)
         content = form_of(record.values.keys(), settings, record.location).read(record.values, record.location)
         document = Document(
             index=record.index,
@@ -360,23 +335,15 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
             yield replace(document, rejected=rejected)
 
 
-def _token_ids(ids: Any, column: str, location: str) -> I32:
-    """Return the token ids of a record.
-
-    Args:
-        ids: a list, or an Arrow array.
-        column: name of the column, for messages.
-        location: location of the record, for messages.
-    Raises:
-        CorpusError: another type, or an id beyond 32 bits.
-    """
+def _token_ids(ids: Any, location: str) -> I32:
+    """Return the token ids of a record."""
     is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
     # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
     array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)
     if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
         shown = ids.to_pylist() if isinstance(ids, pa.Array) else ids
         raise CorpusError(
-            f"{location}: ids column {column!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null"
+            f"{location}: ids column {IDS!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null"
         )
     return array.astype(np.int32)
 
@@ -400,25 +367,25 @@ def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
         text_source = content.pop(form.columns[0])
         content = {"turns": text_source, **content} if has_turns else {"text": text_source}
     row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
-    roles = content | {"input_ids": settings.ids_column, "row_id": row_id, "doc_id": doc_id}
+    roles = content | {"input_ids": IDS, "row_id": row_id, "doc_id": doc_id}
     return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
 def content_columns(settings: CorpusSettings, columns: Columns, location: str) -> tuple[str, ...]:
     """Return the columns of content, which are not labels, after validating their types."""
-    form, ids = form_of(columns.keys(), settings, location), settings.ids_column
+    form = form_of(columns.keys(), settings, location)
     text = form.sources[0] if form.kind == "text" else None
     for column, data_type in columns.items():
-        if data_type is None or pa.types.is_null(data_type) or column not in (ids, text):  # None: JSON, of any type
+        if data_type is None or pa.types.is_null(data_type) or column not in (IDS, text):  # None: JSON, of any type
             continue
-        if column == ids:
+        if column == IDS:
             is_valid = is_list(data_type) and pa.types.is_integer(data_type.value_type)
         else:
             is_valid = is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
         if not is_valid:
-            expected = "lists of integers" if column == ids else "text or a list of turns"
+            expected = "lists of integers" if column == IDS else "text or a list of turns"
             raise CorpusError(f"{location}: column {column!r} holds {data_type}, expected {expected}")
-    return (*form.sources, ids)
+    return (*form.sources, IDS)
 
 
 def content_hash(content: bytes) -> str:

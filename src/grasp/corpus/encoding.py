@@ -112,22 +112,23 @@ def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[Token
         CorpusError: the tokenizer reports no offsets, and the boundary of an answer is ambiguous without them.
     """
     encoded = tokenizer.encode_with_spans([text.text for text in texts])
-    return [_add_prefix(text, ids, spans, tokenizer) for text, (ids, spans) in zip(texts, encoded, strict=True)]
-
-
-def _add_prefix(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> TokenizedText:
-    """Return the tokens of a text with its loss mask, after the special tokens that begin every text."""
-    mask = None if text.loss_spans is None else _loss_mask(text, ids, spans, tokenizer)
-    prefix = () if text.kind == "chat" else tokenizer.prefix_ids
-    if tuple(ids[: len(prefix)]) == prefix:  # the text contains them already
-        prefix = ()
-    front = np.zeros(len(prefix), dtype=np.int64)
-    return TokenizedText(
-        ids=np.array([*prefix, *ids], dtype=np.int64),
-        n_prefix=len(prefix),
-        loss_mask=None if mask is None else np.concatenate([front.astype(np.bool_), mask]),
-        ends=None if spans is None else np.concatenate([front, np.array([end for _, end in spans], dtype=np.int64)]),
-    )
+    tokenized = []
+    for text, (ids, spans) in zip(texts, encoded, strict=True):
+        mask = None if text.loss_spans is None else _loss_mask(text, ids, spans, tokenizer)
+        prefix = () if text.kind == "chat" else tokenizer.prefix_ids
+        if tuple(ids[: len(prefix)]) == prefix:  # the text contains them already
+            prefix = ()
+        front = np.zeros(len(prefix), dtype=np.int64)
+        ends = None if spans is None else np.array([end for _, end in spans], dtype=np.int64)
+        tokenized.append(
+            TokenizedText(
+                ids=np.array([*prefix, *ids], dtype=np.int64),
+                n_prefix=len(prefix),
+                loss_mask=None if mask is None else np.concatenate([front.astype(np.bool_), mask]),
+                ends=None if ends is None else np.concatenate([front, ends]),
+            )
+        )
+    return tokenized
 
 
 def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokenizer: Tokenizer) -> Bool:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -70,7 +71,10 @@ class Flattener:
         for path in self._paths:  # of the settings, whatever the number of fields; `_flattened` yields them again
             if path[0] == name and len(path) > 1:
                 yield ".".join(path), _value_at_path(value, path[1:])
-        parsed = _parse_object(value) if isinstance(value, str) else value
+        parsed = value
+        if isinstance(value, str) and value.startswith("{") and value.rstrip().endswith("}"):
+            with suppress(ValueError, RecursionError):
+                parsed = json.loads(value)
         yield from self._flattened(name, parsed, not_labels, is_field=False)
 
     def _flattened(
@@ -78,11 +82,7 @@ class Flattener:
     ) -> Iterator[tuple[str, Label]]:
         """Yield the labels of a value and of its members, recursively.
 
-        Args:
-            name: dotted path of the value.
-            value: parsed value of the column or field.
-            not_labels: receives paths of fields that cannot be labels, and columns with more fields than `MAX_FIELDS`.
-            is_field: whether the value is a member of the column, and counts towards `MAX_FIELDS`.
+        `not_labels` receives paths of fields that cannot be labels, and columns with more fields than `MAX_FIELDS`.
         """
         if isinstance(value, dict):
             for key, member in value.items():
@@ -90,8 +90,9 @@ class Flattener:
             return
         scalar = value
         if isinstance(value, list):
-            scalar = _list_as_json(value)
-            if scalar is None:
+            are_texts = len(value) <= MAX_LIST_ELEMENTS and all(isinstance(part, str) for part in value)
+            scalar = json.dumps(value, ensure_ascii=False) if are_texts else ""
+            if not value or not 0 < len(scalar) <= MAX_LIST_CHARS:
                 if value:
                     not_labels.add(name)
                 return
@@ -103,25 +104,6 @@ class Flattener:
                 return
             label = self._names.setdefault(folded, name)
         yield label, None if isinstance(scalar, float) and math.isnan(scalar) else scalar
-
-
-def _parse_object(text: str) -> Any:
-    """Return the JSON object that a text holds, or else the text."""
-    if not (text.startswith("{") and text.rstrip().endswith("}")):
-        return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _list_as_json(values: Sequence[Any]) -> str | None:
-    """Return a list of texts as JSON; None: it is empty, long, or has other elements."""
-    if not 0 < len(values) <= MAX_LIST_ELEMENTS or not all(isinstance(value, str) for value in values):
-        return None
-    text = json.dumps(values, ensure_ascii=False)
-    return text if len(text) <= MAX_LIST_CHARS else None
 
 
 def _value_at_path(value: Any, path: Sequence[str]) -> Label:

@@ -1,18 +1,14 @@
-"""Pack documents into rows: split each document (`document`), or one EOS-joined stream (`concat`).
+"""Pack documents into rows, each document separately.
 
-With L = `max_length`, and p special tokens (usually BOS) at the beginning of every row:
+With L = `max_length`, and p special tokens (usually BOS) at the beginning of every row, the rows of a text are its
+tokens [0, L), [L, 2 L - p), [2 L - p, 3 L - 2 p), ...: the first p tokens of a document are the special ones, later
+rows get p of their own. A short last row is skipped. Token ids of the corpus are split alike, with p = 0.
 
-    document    rows of a document are its tokens [0, L), [L, 2 L - p), [2 L - p, 3 L - 2 p), ...; the first p tokens of
-                a document are the special ones, later rows get p of their own; a short last row is skipped
-    concat      the tokens of all documents, each with its EOS, are one stream, which is cut into rows of L tokens
-
-A conversation, a prompt with its completion, and a preference pair are one row each (`Packer._pack_answers`,
-`Packer._pack_preference_pair`); token ids of the corpus are always split by document. Each row has the cursor at which
-the next row begins; packing from a cursor gives the same rows as packing from the start, so that packing can be resumed
-at any row. Start with `pack`.
+A conversation, a prompt with its completion, and a preference pair are one row each (`_Packer._pack_answers`,
+`_Packer._pack_preference_pair`). Each row has the cursor at which the next row begins; packing from a cursor gives the
+same rows as packing from the start, so that packing can be resumed at any row. Start with `pack`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -42,7 +38,7 @@ class Cursor:
 
     document: int = 0  # index of the document
     token: int = 0  # position among its tokens
-    n_named_rows: int = 0  # number of earlier rows that are named after the document
+    n_named_rows: int = 0  # number of earlier rows of the document
 
 
 START: Final = Cursor()
@@ -54,16 +50,16 @@ class Row:
 
     row_id: str
     doc_id: str
-    document: int  # index of the document with the most tokens
+    document: int  # index of its document
     n_tokens: int
     snippet: str
     labels: Mapping[str, Label]
-    ignored: tuple[str, ...]  # columns of its documents that cannot be labels
+    ignored: tuple[str, ...]  # columns of its document that cannot be labels
     next_cursor: Cursor
     input_ids: I32
     loss_mask: Bool | None = None  # tokens that carry loss; None: all but the first
-    # (document index, start and end character) of its texts; None if the tokenizer reports no offsets
-    spans: tuple[tuple[int, int, int], ...] | None = None
+    # document index, start and end character of its text; None if the tokenizer reports no offsets
+    span: tuple[int, int, int] | None = None
     split: int | None = None  # of a preference pair: number of tokens of the chosen side, which precede the others
 
 
@@ -119,15 +115,14 @@ def pack(
     Raises:
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
-    packer = Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
+    packer = _Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
         sides = [side for document in batch for side in (document, document.rejected) if side is not None]
         with_text = [side for side in sides if side.needs_tokenizer]
         encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
         for document in batch:  # `rejected` is None unless it is a preference pair
-            yield from packer.feed(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
-    yield from packer.finish()
+            yield from packer.rows_of(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -162,13 +157,7 @@ def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSe
 
 
 def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) -> Document:
-    """Render a document, or one side of a preference pair; see `render_document`.
-
-    Args:
-        document: document to render.
-        tokenizer: has the chat template of conversations.
-        loss_on: the part that carries loss: assistant, completion or all; None: answers if there are any.
-    """
+    """Render a document, or one side of a preference pair; see `render_document`."""
     text, loss_spans, left_out = document.text, document.answers, document.left_out
     if document.conversation is not None:
         if (fault := document.conversation.fault) is not None:
@@ -202,7 +191,6 @@ class _Piece:
     """Consecutive tokens of one document."""
 
     document: Document
-    start: int  # position of the first token in the document
     document_tokens: int  # number of tokens of the whole document
     ids: I32
     start_char: int = 0  # position in the text of the document
@@ -223,7 +211,6 @@ class _Piece:
         """Return the tokens [start, stop) of this piece; characters between two tokens belong to the second."""
         sliced = replace(
             self,
-            start=self.start + start,
             ids=self.ids[start:stop],
             loss_mask=None if self.loss_mask is None else self.loss_mask[start:stop],
         )
@@ -233,15 +220,8 @@ class _Piece:
         return replace(sliced, start_char=start_char, end_chars=self.end_chars[start:stop])
 
 
-class Packer:
-    """Pack documents into rows. `feed` takes the documents in order, with their tokens; `finish` ends the stream.
-
-    Args:
-        settings: settings with a `max_length`.
-        tokenizer: provides special tokens, the size of the vocabulary, and the text of rows of token ids.
-        cursor: position of the first row; the first document must be `cursor.document`.
-        skipped: receives skipped documents and rows.
-    """
+class _Packer:
+    """Split documents with tokens into rows; see `pack` for the arguments."""
 
     def __init__(self, settings: CorpusSettings, tokenizer: Tokenizer, cursor: Cursor, skipped: Skipped) -> None:
         assert settings.max_length is not None
@@ -253,31 +233,15 @@ class Packer:
                 f"corpus.max_length: got {self._length}, expected more than the {len(self._prefix)} special tokens "
                 "that begin every text"
             )
-        self._pending: list[_Piece] = []  # tokens of the stream not yet in a row; less than a row between two documents
-        self._n_pending = 0  # number of these tokens
-        # Number of rows named after each document. Only documents from the current row on can name further rows.
-        self._named_rows = Counter({cursor.document: cursor.n_named_rows})
-        self._next_document = cursor.document
 
-    def feed(
-        self, document: Document, tokens: TokenizedText | None, rejected: TokenizedText | None = None
+    def rows_of(
+        self, document: Document, tokens: TokenizedText | None, rejected: TokenizedText | None
     ) -> Iterator[Row]:
-        """Yield the rows that `document` completes.
-
-        Args:
-            document: the next document of the corpus, rendered by `render_document`.
-            tokens: tokens of its text; None if it has token ids or no text.
-            rejected: tokens of the rejected side of a preference pair.
-        Raises:
-            CorpusError: an id outside the vocabulary.
-        """
-        self._next_document = document.index + 1
+        """Yield the rows of a document."""
         for reason, example in document.left_out:
             self._skipped.add(reason, document.name, example)
         if document.unusable:
             return
-        if document.input_ids is not None:
-            yield from self.finish(document.index)
         if (fault := _content_fault(document, tokens)) is not None:
             self._skipped.add(fault, document.name, document.location)
             return
@@ -285,29 +249,23 @@ class Packer:
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
-                return
-            yield from self._pack_preference_pair(whole, self._whole_document(document.rejected, rejected))
-            return
-        if document.input_ids is None and whole.loss_mask is not None:
+            else:
+                yield from self._pack_preference_pair(whole, self._whole_document(document.rejected, rejected))
+        elif whole.loss_mask is not None:
             yield from self._pack_answers(whole)
-            return
-        start = self._resume.token if document.index == self._resume.document else 0
-        if document.input_ids is None and self._settings.packing == "concat":
-            yield from self._append_to_stream(whole.slice(start, len(whole.ids)))
-            return
-        yield from self._split_document(whole, start)
+        else:
+            yield from self._split_document(whole)
 
-    def _split_document(self, whole: _Piece, start: int) -> Iterator[Row]:
-        """Yield a document as rows of max_length tokens, from token `start` on; a short last row is skipped.
-
-        This is `document` packing, and the packing of all documents of token ids.
-        """
+    def _split_document(self, whole: _Piece) -> Iterator[Row]:
+        """Yield a text or token ids as rows of max_length tokens; a short last row is skipped."""
         document, n_tokens = whole.document, len(whole.ids)
         max_rows, min_end_tokens = self._settings.max_rows_per_document, self._settings.shortest_end
         if min_end_tokens is None:
             min_end_tokens = int(MIN_END_SHARE * self._length)
         prefix = self._prefix if document.input_ids is None else self._prefix[:0]
-        for ordinal in count(self._named_rows[document.index]):
+        resume = self._resume if document.index == self._resume.document else START
+        start = resume.token
+        for ordinal in count(resume.n_named_rows):
             if start >= n_tokens:
                 return
             if ordinal == max_rows:
@@ -318,20 +276,23 @@ class Packer:
                 return
             # The tokens of the document begin with the prefix already; later rows need room for their own.
             stop = start + self._length - (len(prefix) if start else 0)
-            yield from self._build_row([whole.slice(start, stop)], document.index, stop, prefix=prefix)
+            yield from self._build_row(whole.slice(start, stop), prefix, Cursor(document.index, stop, ordinal + 1))
             start = stop
 
     def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Piece:
-        """Return all tokens of a document, with the special tokens that end a text.
-
-        Raises:
-            CorpusError: an id outside the vocabulary.
-        """
-        if document.input_ids is not None:
-            self._refuse_unknown_ids(document, document.input_ids)
-            return _Piece(document, 0, len(document.input_ids), document.input_ids)
-        assert tokens is not None
-        self._refuse_unknown_ids(document, tokens.ids)
+        """Return all tokens of a document, with the special tokens that end a text."""
+        unchecked: I32 | I64 | None = document.input_ids if tokens is None else tokens.ids
+        assert unchecked is not None
+        vocab_size = self._tokenizer.vocab_size
+        bad = np.flatnonzero((unchecked < 0) | (unchecked >= vocab_size))
+        if bad.size:
+            raise CorpusError(
+                f"{document.location}: row {document.name!r} has the token id {unchecked[bad[0]]} at position "
+                f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
+                "use the tokenizer that the model was trained with"
+            )
+        if tokens is None:
+            return _Piece(document, len(unchecked), unchecked.astype(np.int32, copy=False))
         ids, loss_mask, end_chars = tokens.ids, tokens.loss_mask, tokens.ends
         if document.conversation is None:  # chat templates write their own end-of-turn tokens
             suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
@@ -344,29 +305,7 @@ class Packer:
                 end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
         if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
             end_chars[-1] = len(document.text or "")
-        return _Piece(document, 0, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=loss_mask)
-
-    def _refuse_unknown_ids(self, document: Document, ids: I32 | I64) -> None:
-        """Raise CorpusError if a token id of a document is outside the vocabulary."""
-        vocab_size = self._tokenizer.vocab_size
-        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if bad.size:
-            raise CorpusError(
-                f"{document.location}: row {document.name!r} has the token id {ids[bad[0]]} at position "
-                f"{bad[0]}, outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}); "
-                "use the tokenizer that the model was trained with"
-            )
-
-    def finish(self, next_document: int | None = None) -> Iterator[Row]:
-        """Yield the last, short row of the stream.
-
-        Args:
-            next_document: index of the document of token ids that ends the stream. Default: the corpus ends.
-        """
-        if self._pending:
-            pieces, self._pending, self._n_pending = self._pending, [], 0
-            following = self._next_document if next_document is None else next_document
-            yield from self._build_row(pieces, following, 0, prefix=self._prefix)
+        return _Piece(document, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=loss_mask)
 
     def _pack_answers(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
@@ -378,7 +317,8 @@ class Packer:
             return
         assert whole.loss_mask is not None
         piece, loss_mask = whole, whole.loss_mask
-        prefix = self._prefix[: 0 if self._n_prefix(whole) else None]
+        has_prefix = np.array_equal(whole.ids[: len(self._prefix)], self._prefix)
+        prefix = self._prefix if has_prefix else self._prefix[:0]
         if len(whole.ids) > self._length:
             self._skipped.add("cut_begin", whole.document.name)
             capacity = self._length - len(prefix)
@@ -389,25 +329,15 @@ class Packer:
             remainder = int(np.argmin(loss_mask[start:]))
             loss_mask[start : start + remainder] = False
             piece = whole.slice(start, start + capacity)
-        yield from self._build_row([piece], whole.document.index + 1, 0, prefix=prefix)
+        yield from self._build_row(piece, prefix, Cursor(whole.document.index + 1))
 
     def _carries_loss(self, whole: _Piece) -> bool:
-        """Return whether a token of a text with answers carries loss, apart from the first; a text without is skipped.
-
-        Raises:
-            CorpusError: the settings ask for `concat`.
-        """
-        document, loss_mask = whole.document, whole.loss_mask
-        assert loss_mask is not None
-        if self._settings.packing == "concat":
-            raise CorpusError(
-                f"{document.location}: conversations are one row each; corpus.packing: got concat, expected document"
-            )
-        loss_mask[:1] = False  # nothing predicts the first token
-        if not loss_mask.any():
-            self._skipped.add("no_loss", document.name, document.location)
-            return False
-        return True
+        """Return whether a token of a text with answers carries loss, apart from the first; skip a text without."""
+        assert whole.loss_mask is not None
+        whole.loss_mask[:1] = False  # nothing predicts the first token
+        if not whole.loss_mask.any():
+            self._skipped.add("no_loss", whole.document.name, whole.document.location)
+        return bool(whole.loss_mask.any())
 
     def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
         """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side.
@@ -426,8 +356,7 @@ class Packer:
         for whole in (chosen, rejected):
             if len(whole.ids) > self._length:
                 self._skipped.add("cut_end", document.name)
-            piece = whole.slice(0, self._length)
-            sides += self._build_row([piece], document.index + 1, 0, prefix=self._prefix[:0])
+            sides += self._build_row(whole.slice(0, self._length), self._prefix[:0], Cursor(document.index + 1))
         chosen_row, rejected_row = sides
         masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in sides]
         yield replace(
@@ -436,48 +365,14 @@ class Packer:
             input_ids=np.concatenate([row.input_ids for row in sides]),
             loss_mask=np.concatenate(masks),
             split=chosen_row.n_tokens,
-            spans=None,
+            span=None,
         )
 
-    def _n_prefix(self, piece: _Piece) -> int:
-        """Return how many special tokens are added to a row that begins with `piece`."""
-        return 0 if np.array_equal(piece.ids[: len(self._prefix)], self._prefix) else len(self._prefix)
-
-    def _append_to_stream(self, piece: _Piece) -> Iterator[Row]:
-        """Append the tokens of a document to the stream, and yield its rows of exactly max_length."""
-        if len(piece.ids):
-            self._pending.append(piece)
-            self._n_pending += len(piece.ids)
-        while self._pending and self._n_pending >= (n_missing := self._length - self._n_prefix(self._pending[0])):
-            pieces = []
-            self._n_pending -= n_missing
-            while n_missing:
-                head = self._pending.pop(0)
-                if len(head.ids) > n_missing:
-                    self._pending.insert(0, head.slice(n_missing, len(head.ids)))
-                    head = head.slice(0, n_missing)
-                pieces.append(head)
-                n_missing -= len(head.ids)
-            # Less than a row was pending before this document, so the remainder after a row belongs to it.
-            next_token = self._pending[0].start if self._pending else piece.document_tokens
-            yield from self._build_row(pieces, piece.document.index, next_token, prefix=self._prefix)
-
-    def _build_row(self, pieces: list[_Piece], next_document: int, next_token: int, *, prefix: I32) -> Iterator[Row]:
-        """Yield a row unless it is too short; it is named after its largest document, the first one on a tie.
-
-        Args:
-            pieces: tokens of the row, in order.
-            next_document: document at which the next row begins, for the cursor.
-            next_token: token of that document at which the next row begins.
-            prefix: special tokens at the beginning, added if missing.
-        """
-        main = max(pieces, key=lambda piece: len(piece.ids))
-        document = main.document
-        ordinal = self._named_rows[document.index]
-        self._named_rows = Counter({index: n for index, n in self._named_rows.items() if index >= document.index})
-        self._named_rows[document.index] += 1
+    def _build_row(self, piece: _Piece, prefix: I32, next_cursor: Cursor) -> Iterator[Row]:
+        """Yield a row unless it is too short."""
+        document, ids, loss_mask = piece.document, piece.ids, piece.loss_mask
+        ordinal = max(0, next_cursor.n_named_rows - 1)  # among the rows of the document
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
-        ids, loss_mask = np.concatenate([piece.ids for piece in pieces]), main.loss_mask
         if not np.array_equal(ids[: len(prefix)], prefix):
             ids = np.concatenate([prefix, ids])
             if loss_mask is not None:
@@ -487,19 +382,18 @@ class Packer:
         if len(ids) < MIN_ROW_TOKENS:
             self._skipped.add("one_token", row_id)
             return
-        spans = [span for piece in pieces if (span := piece.span) is not None]
         yield Row(
             row_id=row_id,
             doc_id=document.doc_id,
             document=document.index,
             n_tokens=len(ids),
-            input_ids=ids,
+            input_ids=ids.copy(),  # not a view, which would keep the tokens of the whole document in memory
             loss_mask=loss_mask,
-            snippet=self._snippet(main),
+            snippet=self._snippet(piece),
             labels=document.labels,
-            ignored=tuple(sorted({name for piece in pieces for name in piece.document.ignored})),
-            next_cursor=Cursor(next_document, next_token, self._named_rows[next_document]),
-            spans=tuple(spans) if len(spans) == len(pieces) else None,
+            ignored=document.ignored,
+            next_cursor=next_cursor,
+            span=piece.span,
         )
 
     def _snippet(self, piece: _Piece) -> str:
@@ -524,12 +418,3 @@ def _content_fault(document: Document, tokens: TokenizedText | None) -> str | No
     if tokens is not None and len(tokens.ids) > tokens.n_prefix:
         return None
     return "whitespace" if document.text and tokens is None else "empty"
-
-
-def row_bytes(row_id: str, input_ids: I32, loss_mask: Bool | None, split: int | None = None) -> bytes:
-    """Return the bytes of a row for the fingerprint of the corpus: name, tokens, loss mask and chosen tokens."""
-    name = row_id.encode()
-    header = len(name).to_bytes(4, "little") + name + len(input_ids).to_bytes(4, "little")
-    mask = b"" if loss_mask is None or loss_mask[1:].all() else b"loss_mask" + np.packbits(loss_mask).tobytes()
-    chosen = b"" if split is None else b"split" + split.to_bytes(4, "little")
-    return header + input_ids.astype("<i4", copy=False).tobytes() + mask + chosen

@@ -4,8 +4,8 @@
 the next shard, and `store.json` is written when the store is complete. `RowStore` has rows of token ids, which it reads
 as `TokenRows`; a reader of other rows (`grasp.readers`) may store them as a subclass.
 
-A corpus is read once: names and fingerprint are computed for each shard while it is in memory, and only a resumed build
-rereads its finished shards. The text of a row is not stored, only its documents and spans of characters.
+A corpus is read once: the fingerprint is computed for each shard while it is in memory, and only a resumed build
+rereads its finished shards. The text of a row is not stored, only its document and span of characters.
 Start with `RowStore.write` and `RowStore.open`.
 Shape letters: N rows.
 """
@@ -13,20 +13,20 @@ Shape letters: N rows.
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, count, islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
-from grasp.corpus.documents import Corpus, Document
+from grasp.corpus.documents import Corpus
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
     ARROW_TYPE,
@@ -47,7 +47,6 @@ from grasp.corpus.packing import (
     Skipped,
     pack,
     render_document,
-    row_bytes,
 )
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
@@ -64,7 +63,8 @@ SUMMARY: Final = "store.json"
 RECOVERY_HINT: Final = "delete its directory and rebuild"
 PROBE_TEXTS: Final = 16
 PROBE_CHARS: Final = 2_000
-DEFAULT_MAX_LENGTH: Final = 2_048  # default maximum tokens of a row, if the model's context is not shorter
+# default maximum tokens of a row, if the model's context is not shorter and the first rows of token ids are not longer
+DEFAULT_MAX_LENGTH: Final = 2_048
 
 
 class RowsMark(Mark):
@@ -122,15 +122,6 @@ def summary_of(holds: str) -> Signed[StoreSummary]:
         missing_message="an unfinished row store; run the build again to resume it",
         format_field="holds",
     )
-
-
-def _identifying_settings(settings: CorpusSettings) -> dict[str, Any]:
-    """Return the settings that rows depend on; newer ones only if they are set, since older stores lack them.
-
-    The path is left out, since a corpus may be moved.
-    """
-    unset = {name for name in ("label_paths", "path_labels") if not getattr(settings, name)}
-    return settings.model_dump(mode="json", exclude={"path", *unset})
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +237,21 @@ class RowStore:
         """
         opened = corpus or Corpus(open_source(settings.path, settings.split), settings)
         first_documents = [render_document(document, tokenizer, settings) for document in opened.first]
-        row_settings = _with_max_length(settings, first_documents, context)
+        row_settings = settings
+        if settings.max_length is None:
+            lengths = [len(document.input_ids) for document in first_documents if document.input_ids is not None]
+            longest = max([DEFAULT_MAX_LENGTH, *lengths])
+            row_settings = settings.model_copy(update={"max_length": min(longest, context or longest)})
+        # A tokenizer is identified by its special ids, and by the encoding of the first texts, which seldom agree.
+        probes = [document for document in first_documents if document.needs_tokenizer][:PROBE_TEXTS]
+        encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
+        encoded += [document.answers for document in probes if document.answers is not None]
+        encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
+        identity = {
+            "eos_id": tokenizer.eos_id,
+            "vocab_size": tokenizer.vocab_size,
+            "encoding": hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest(),
+        }
         return cls._write(
             directory,
             source=opened.source,
@@ -256,7 +261,7 @@ class RowStore:
             progress=progress,
             shard_rows=shard_rows,
             replace=replace,
-            reader={"tokenizer": _tokenizer_identity(tokenizer, first_documents)},
+            reader={"tokenizer": identity},
             details={"max_length": row_settings.max_length, "columns": opened.columns},
         )
 
@@ -275,28 +280,27 @@ class RowStore:
         reader: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> Self:
-        """Write the missing shards and the summary, or open a complete store.
+        """Write the missing shards and the summary, or open a complete store; other arguments as in `write`.
 
         Args:
-            directory: directory of the store, which may hold an interrupted one.
-            source: source of the corpus.
-            settings: settings of the corpus.
             documents: returns the documents of the source from a position on; they have an index and a location.
             rows: packs documents into rows from a cursor on, and adds to the skipped ones.
-            progress: callback that receives the number of rows of each finished shard.
-            shard_rows: rows per shard.
-            replace: delete rows of other input in `directory`.
             reader: identity of what reads the source; together with settings and corpus it identifies the store.
             details: further entries of the summary.
         Raises:
             CorpusError: `directory` is not a row store, or has rows of other input; or the corpus is empty, malformed
                 or has duplicate row names.
         """
-        _refuse_other_files(directory)
+        is_other = directory.exists() and not (directory / ROWS.plan).exists()
+        if is_other and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
+            raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
         complete = cls.open(directory) if kind_of(directory / SUMMARY) == "file" else None
-        plan = {  # without the path, since a corpus may be moved
+        # Newer settings identify a store only if they are set, since older stores lack them. A corpus may be moved.
+        unset = {name for name in ("label_paths", "path_labels") if not getattr(settings, name)}
+        identifying = settings.model_dump(mode="json", exclude={"path", *unset})
+        plan = {
             "format": FORMAT,
-            "settings": _identifying_settings(settings) | {"shard_rows": shard_rows},
+            "settings": identifying | {"shard_rows": shard_rows},
             **reader,
             "corpus": _files_of(source),
         }
@@ -304,46 +308,14 @@ class RowStore:
         store.begin(plan, replace=replace)  # deletes rows of other input, the summary too
         if complete is not None and (directory / SUMMARY).exists():
             return complete
-
-        finished = _finished_shards(store)
-        cursor = finished[-1].cursor if finished else START
-        counted_documents = _CountedDocuments(documents, cursor.document)
-        skipped = Skipped()
-        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content in order, independent of shards
-        with _names_database(directory) as names:
-
-            def observe(table: pa.Table) -> None:
-                """Add the rows of a shard to the fingerprint and to the database of names."""
-                for content in cls._row_bytes(table):
-                    digest.update(content)
-                shard_names = table.select(["row_id", DOCUMENT_COLUMN])
-                names.register("shard_names", shard_names).execute("INSERT INTO names SELECT * FROM shard_names")
-
-            for name in store.parts:
-                observed_columns = ["row_id", DOCUMENT_COLUMN, *cls.content]
-                observe(read_table(store.file(name), RECOVERY_HINT, CorpusError, observed_columns))
-            marks = cls._write_shards(
-                store,
-                finished,
-                rows(iter(counted_documents), cursor, skipped),
-                counted_documents,
-                skipped=skipped,
-                shard_rows=shard_rows,
-                observe=observe,
-                progress=progress,
-            )
-            duplicate = _first_duplicate(names)
-
-        all_skipped = Skipped()
-        for of_shard in (*(mark.skipped for mark in marks), skipped):
-            all_skipped.extend(of_shard.counts, of_shard.ids, of_shard.examples)
+        marks, skipped, n_documents, fingerprint = cls._write_shards(store, documents, rows, shard_rows, progress)
         if not marks:
-            reasons = "; ".join(skipped_lines(all_skipped.counts, all_skipped.examples)) or "it is empty"
+            reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples)) or "it is empty"
             raise CorpusError(
-                f"{settings.path}: none of its {counted_documents.total} records gives a row ({reasons}); "
+                f"{settings.path}: none of its {n_documents} records gives a row ({reasons}); "
                 "expected at least one of two tokens or more"
             )
-        if duplicate is not None:
+        if (duplicate := _first_duplicate(store)) is not None:
             row_id, *positions = duplicate
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: "
@@ -357,11 +329,11 @@ class RowStore:
             n_tokens=sum(mark.n_tokens for mark in marks),
             n_shards=len(marks),
             shard_rows=shard_rows,
-            n_documents=counted_documents.total,
-            fingerprint=digest.hexdigest(),
+            n_documents=n_documents,
+            fingerprint=fingerprint,
             labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
             ignored_columns=sorted(ignored),
-            skipped=all_skipped,
+            skipped=skipped,
             details=dict(details),
             files={name: entry for mark in marks for name, entry in mark.files.items()},
         )
@@ -372,41 +344,50 @@ class RowStore:
     def _write_shards(
         cls,
         store: Store[RowsMark],
-        finished: Sequence[RowsMark],
-        rows: Iterator[Row],
-        counted_documents: "_CountedDocuments",
-        *,
-        skipped: Skipped,
+        documents: Callable[[int], Iterator[Any]],
+        rows: Callable[[Iterator[Any], Cursor, Skipped], Iterator[Row]],
         shard_rows: int,
-        observe: Callable[[pa.Table], None],
         progress: Callable[[int], None] | None,
-    ) -> list[RowsMark]:
-        """Write rows as the shards after the finished ones; return the marks of all shards.
+    ) -> tuple[list[RowsMark], Skipped, int, str]:
+        """Write the shards that are missing; see `_write` for the arguments.
 
-        Args:
-            store: store to which shards are added.
-            finished: marks of the finished shards.
-            rows: rows after those of the finished shards.
-            counted_documents: documents from which the rows are built, while they are read.
-            skipped: documents that were skipped since the last shard; drained into the mark of every shard.
-            shard_rows: rows per shard.
-            observe: called with the table of every new shard.
-            progress: callback that receives the number of rows of every new shard, the first time with the finished.
+        Returns:
+            Marks of all shards, everything that was skipped, number of documents, and fingerprint of the rows.
         """
-        marks = list(finished)
+        n_finished = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
+        for name in list(store.parts)[n_finished:]:  # after a gap
+            store.drop(name)
+        marks = [store.mark(name) for name in store.parts]
+        cursor = marks[-1].cursor if marks else START
+        n_documents = cursor.document  # up to the last one that was read
+
+        def counted_documents() -> Iterator[Any]:
+            nonlocal n_documents
+            for document in documents(cursor.document):
+                n_documents = document.index + 1
+                yield document
+
+        digest = hashlib.blake2b(cls.seed, digest_size=16)  # of names and content in order, independent of shards
+        for name in store.parts:
+            finished = read_table(store.file(name), RECOVERY_HINT, CorpusError, ["row_id", *cls.content])
+            for content in cls._row_bytes(finished):
+                digest.update(content)
+        skipped = Skipped()  # since the last shard
         n_unreported = sum(mark.n_rows for mark in marks)
         spelling_of = {label.casefold(): label for mark in marks for label, _ in mark.labels}  # by case-folded name
-        while shard := list(islice(rows, shard_rows)):
+        remaining = rows(counted_documents(), cursor, skipped)
+        while shard := list(islice(remaining, shard_rows)):
             name = f"shard-{len(marks):05d}"
             table, kinds = cls._shard_table(shard, spelling_of)
-            observe(table)
+            for content in cls._row_bytes(table):
+                digest.update(content)
             mark = store.put(
                 name,
                 {f"{name}.parquet": parquet_bytes(table)},
                 n_rows=len(shard),
                 n_tokens=sum(row.n_tokens for row in shard),
                 # A short shard is the last one: all documents after its last row have been read.
-                cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(counted_documents.total),
+                cursor=shard[-1].next_cursor if len(shard) == shard_rows else Cursor(n_documents),
                 labels=list(kinds.items()),
                 ignored_columns=sorted({column for row in shard for column in row.ignored}),
                 skipped=skipped.drain(),
@@ -415,7 +396,10 @@ class RowStore:
             if progress is not None:
                 progress(n_unreported + len(shard))
             n_unreported = 0
-        return marks
+        all_skipped = Skipped()
+        for part in (*(mark.skipped for mark in marks), skipped):
+            all_skipped.extend(part.counts, part.ids, part.examples)
+        return marks, all_skipped, n_documents, digest.hexdigest()
 
     @classmethod
     def _shard_table(cls, rows: Sequence[Row], spelling_of: dict[str, str]) -> tuple[pa.Table, dict[str, Kind]]:
@@ -446,9 +430,8 @@ class RowStore:
     def _content_columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
         """Return the columns of token ids and character spans, and of loss masks and splits if a row has them."""
         offsets = np.cumsum([0, *(row.n_tokens for row in rows)], dtype=np.int32)
-        spans = [None if row.spans is None else list(chain(*row.spans)) for row in rows]
         columns = {
-            SPANS_COLUMN: pa.array(spans, pa.list_(pa.int64())),
+            SPANS_COLUMN: pa.array([row.span for row in rows], pa.list_(pa.int64())),
             IDS_COLUMN: pa.ListArray.from_arrays(offsets, np.concatenate([row.input_ids for row in rows])),
         }
         if any(row.split is not None for row in rows):
@@ -463,13 +446,18 @@ class RowStore:
 
     @staticmethod
     def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
-        """Yield the bytes of each row for the fingerprint."""
+        """Yield the bytes of each row for the fingerprint: name, tokens, loss mask and chosen tokens."""
         flat_ids, offsets, loss_mask = _token_arrays(with_content)
         split_N = _split_column(with_content)
-        for i, name in enumerate(with_content.column("row_id").to_pylist()):
-            row = slice(offsets[i], offsets[i + 1])
-            split = None if split_N is None else int(split_N[i])
-            yield row_bytes(name, flat_ids[row], None if loss_mask is None else loss_mask[row], split)
+        for i, row_id in enumerate(with_content.column("row_id").to_pylist()):
+            row, name = slice(offsets[i], offsets[i + 1]), row_id.encode()
+            content = [len(name).to_bytes(4, "little"), name, len(flat_ids[row]).to_bytes(4, "little")]
+            content.append(flat_ids[row].astype("<i4", copy=False).tobytes())
+            if loss_mask is not None and not loss_mask[row][1:].all():
+                content += [b"loss_mask", np.packbits(loss_mask[row]).tobytes()]
+            if split_N is not None:
+                content += [b"split", int(split_N[i]).to_bytes(4, "little")]
+            yield b"".join(content)
 
     def _rows_from(self, with_content: pa.Table) -> TokenRows:
         """Build rows from a table of their public columns and their content."""
@@ -491,25 +479,21 @@ class RowStore:
 
     def lengths(self) -> I64:
         """Return the number of tokens of every row, (N,)."""
-        return np.concatenate([self._shard_lengths(k) for k in range(self.n_shards)])
+        columns = [self.read_columns(k, ("n_tokens",)).column("n_tokens") for k in range(self.n_shards)]
+        return np.concatenate(columns).astype(np.int64)
 
     def loss_counts(self, k: int | None = None) -> I64:
         """Return the number of positions with loss of every row, (N,), or of the rows of shard k."""
-        shards = range(self.n_shards) if k is None else (k,)
-        return np.concatenate([self._shard_loss_counts(shard) for shard in shards])
-
-    def _shard_lengths(self, k: int) -> I64:
-        """Return the number of tokens of the rows of shard k."""
-        return np.asarray(self.read_columns(k, ("n_tokens",)).column("n_tokens"), dtype=np.int64)
-
-    def _shard_loss_counts(self, k: int) -> I64:
-        """Return the number of positions with loss of the rows of shard k."""
-        table = self.read_columns(k, ("n_tokens", LOSS_MASK_COLUMN))
-        lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
-        if LOSS_MASK_COLUMN not in table.column_names:
-            return lengths - 1  # all but the first token
-        loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
-        return np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
+        counts = []
+        for shard in range(self.n_shards) if k is None else (k,):
+            table = self.read_columns(shard, ("n_tokens", LOSS_MASK_COLUMN))
+            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+            if LOSS_MASK_COLUMN not in table.column_names:
+                counts.append(lengths - 1)  # all but the first token
+                continue
+            loss_mask = table.column(LOSS_MASK_COLUMN).combine_chunks().values.to_numpy(zero_copy_only=False)
+            counts.append(np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths))
+        return np.concatenate(counts)
 
     @cached_property
     def n_loss_positions(self) -> int:
@@ -543,9 +527,7 @@ class RowStore:
             CorpusError: its file is damaged.
         """
         assert 0 <= k < self.n_shards
-        file = f"shard-{k:05d}.parquet"
-        path = self._files.file(file) if self._files.entries else self._directory / file
-        stored = read_table(path, RECOVERY_HINT, CorpusError, list(names))
+        stored = read_table(self._files.file(f"shard-{k:05d}.parquet"), RECOVERY_HINT, CorpusError, list(names))
         columns = {name: stored.column(name) for name in names if name in stored.column_names}
         for label in names:
             if (kind := self._kinds.get(label)) is None:
@@ -579,92 +561,53 @@ class RowStore:
         return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
 
     def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
-        """Yield the texts of rows: their spans of documents, joined by blank lines; None if the spans are unknown.
+        """Yield the texts of rows: their spans of documents; None if the span is unknown.
 
         Args:
             row_index: ascending row indices.
             corpus: corpus from which the rows were built, see `was_built_from`.
             tokenizer: called only to render conversations.
         """
-        documents = _DocumentsInOrder(corpus, tokenizer)
+        documents, document = corpus.documents(0), None
         shard_of_row = row_index // self.shard_rows
         for k in np.unique(shard_of_row).tolist():
-            table = self.read_columns(k, ("doc_id", DOCUMENT_COLUMN, SPANS_COLUMN))
+            table = self.read_columns(k, ("doc_id", SPANS_COLUMN))
             selected = table.take(row_index[shard_of_row == k] - k * self.shard_rows)
-            for doc_id, main_index, spans in zip(*(column.to_pylist() for column in selected.columns), strict=True):
-                if spans is None:
+            for doc_id, span in zip(*(column.to_pylist() for column in selected.columns), strict=True):
+                if span is None:
                     yield None
                     continue
-                pieces = []
-                # spans are stored flat, as document index, start and end character
-                for index, start, end in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
-                    document = documents.at(index)
-                    assert index != main_index or document.doc_id == doc_id
-                    pieces.append(str(document.text)[start:end])
-                yield "\n\n".join(pieces)
+                index, start, end = span
+                if document is None or document.index != index:
+                    document = next(later for later in documents if later.index == index)
+                    if document.conversation is not None:
+                        document = render_document(document, tokenizer(), corpus.settings)
+                assert document.doc_id == doc_id
+                yield str(document.text)[start:end]
 
 
-def _refuse_other_files(directory: Path) -> None:
-    """Raise CorpusError if a directory exists, is no row store, and has files other than temporary ones."""
-    is_other = directory.exists() and not (directory / ROWS.plan).exists()
-    if is_other and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
-        raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
-
-
-def _finished_shards(store: Store[RowsMark]) -> list[RowsMark]:
-    """Return the marks of the shards up to the first gap, and delete the shards after it."""
-    n_finished = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
-    for name in list(store.parts)[n_finished:]:
-        store.drop(name)
-    return [store.mark(name) for name in store.parts]
-
-
-class _CountedDocuments:
-    """Documents of a corpus from a position on, which are counted while they are read."""
-
-    def __init__(self, documents: Callable[[int], Iterator[Any]], start: int) -> None:
-        self._documents = documents(start)
-        self.total = start  # number of documents of the corpus up to the last one that was read
-
-    def __iter__(self) -> Iterator[Any]:
-        for document in self._documents:
-            self.total = document.index + 1
-            yield document
-
-
-@contextmanager
-def _names_database(directory: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield a connection with a table `names` of row_id and document, which spills to disk to bound memory."""
-    spill = temporary_path(directory / "spill")
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "temp_directory": str(spill),
-        "memory_limit": "512MB",
-        "threads": 2,
-    }
+def _first_duplicate(store: Store[RowsMark]) -> tuple[Any, ...] | None:
+    """Return the first row_id that occurs twice, with its first and last document; None if all are unique."""
+    names = dataset([str(store.file(part)) for part in store.parts], format="parquet")
+    spill = temporary_path(store.root / "spill")  # DuckDB spills to disk, so that memory is bounded
     try:
-        with duckdb.connect(config=config) as connection:
-            connection.execute("CREATE TABLE names (row_id VARCHAR, document BIGINT)")
-            yield connection
+        with duckdb.connect(config={"temp_directory": str(spill), "memory_limit": "512MB", "threads": 2}) as connection:
+            return (
+                connection.register("names", names)
+                .execute(
+                    f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
+                    f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
+                )
+                .fetchone()
+            )
     finally:
         discard(spill)
-
-
-def _first_duplicate(names: duckdb.DuckDBPyConnection) -> tuple[Any, ...] | None:
-    """Return the first row_id that occurs twice, with its first and last document; None if all are unique."""
-    return names.execute(
-        "SELECT row_id, min(document), max(document) FROM names GROUP BY row_id "
-        "HAVING count(*) > 1 ORDER BY min(document), row_id LIMIT 1"
-    ).fetchone()
 
 
 def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:
     """Return each label with the narrowest kind that holds the values of every shard.
 
     A nested JSON field that is null in some lines looks there like a label without values, and is left out.
-
-    Args:
-        pairs: labels and kinds of all shards.
-        ignored: columns that are not labels.
     """
     kinds_of: dict[str, list[Kind]] = {}
     for label, kind in pairs:
@@ -680,52 +623,6 @@ def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]
 def _files_of(source: Source) -> dict[str, list[str]]:
     """Return size and stamp of each file of a corpus, by name."""
     return {name: [size, stamp] for name, size, stamp in source.identity()}
-
-
-class _DocumentsInOrder:
-    """The documents of a corpus, read once in ascending order; conversations are rendered as text.
-
-    Args:
-        corpus: corpus to read.
-        tokenizer: returns the tokenizer; called only for conversations.
-    """
-
-    def __init__(self, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> None:
-        self._corpus, self._tokenizer = corpus, tokenizer
-        self._documents = corpus.documents(0)
-        self._current: Document | None = None
-
-    def at(self, index: int) -> Document:
-        """Return the document at a position, which is not before the last requested one."""
-        while self._current is None or self._current.index < index:
-            document = next(self._documents)
-            is_rendered = document.index == index and document.conversation is not None
-            self._current = (
-                render_document(document, self._tokenizer(), self._corpus.settings) if is_rendered else document
-            )
-        return self._current
-
-
-def _with_max_length(settings: CorpusSettings, first: Sequence[Document], context: int | None) -> CorpusSettings:
-    """Return settings with a maximum number of tokens of a row.
-
-    The default is the model's context, at most DEFAULT_MAX_LENGTH unless the first rows of token ids are longer.
-    """
-    if settings.max_length is not None:
-        return settings
-    lengths = [len(document.input_ids) for document in first if document.input_ids is not None]
-    longest = max([DEFAULT_MAX_LENGTH, *lengths])
-    return settings.model_copy(update={"max_length": min(longest, context or longest)})
-
-
-def _tokenizer_identity(tokenizer: Tokenizer, first: Sequence[Document]) -> dict[str, Any]:
-    """Return what identifies a tokenizer: special ids, and the encoding of the first texts, which seldom agree."""
-    probes = [document for document in first if document.needs_tokenizer][:PROBE_TEXTS]
-    encoded: list[Any] = tokenizer.encode([str(document.text)[:PROBE_CHARS] for document in probes])
-    encoded += [document.answers for document in probes if document.answers is not None]
-    encoded += [tokenizer.prefix_ids] if tokenizer.prefix_ids else []
-    encoding = hashlib.blake2b(json.dumps(encoded).encode(), digest_size=16).hexdigest()
-    return {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size, "encoding": encoding}
 
 
 def _split_column(with_content: pa.Table) -> I64 | None:

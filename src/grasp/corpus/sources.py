@@ -54,6 +54,7 @@ class ArrowChunk:
     name: str
     first: int
     batch: pa.RecordBatch | pa.Table
+    file_labels: Mapping[str, str] = field(default_factory=dict)  # what the location of the file says of its records
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +65,12 @@ class JsonRecord:
     name: str
     line: int  # of JSON arrays the position of the record
     record: dict[str, Any]
+    file_labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def location(self) -> str:
         """Return file and line, for messages."""
         return f"{self.name}:{self.line}"
-
-    @property
-    def is_text(self) -> bool:
-        """Return whether all values are text, as in CSV."""
-        return is_delimited(self.name)
 
 
 Chunk = ArrowChunk | JsonRecord
@@ -94,9 +91,6 @@ class Source(Protocol):
 
     def approximate_length(self, n: int) -> int:
         """Return the number of records; of text files at least `n` are counted, the rest is extrapolated by bytes."""
-
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return the labels that the location of a file gives its records; empty if there is only one file."""
 
 
 def is_local(path: str) -> bool:
@@ -173,19 +167,14 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
-        return _saved_dataset(fs, root, path, split, field)
+        datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
+        try:
+            table = _select_split(datasets.load_from_disk(path), split, path, field)
+        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
+            raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
+        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files, unread = _files_of_directory(fs, root, path, split, field)
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
-
-
-def _saved_dataset(fs: Any, root: str, path: str, split: str | None, field: str) -> "TableSource":
-    """Open a directory that `datasets` has saved; see `open_source` for path, split and field."""
-    datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
-    try:
-        table = _select_split(datasets.load_from_disk(path), split, path, field)
-    except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
-        raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
-    return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
 
 
 def _files_of_directory(
@@ -259,25 +248,24 @@ class FileSource:
         with remote_errors(self.files[0][0], CorpusError):
             return [_file_identity(self.fs, path, self.root) for _, path in self.files]
 
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return the file without its suffix, and its directory if the files are in several, relative to the root."""
-        return self._labels_by_file.get(name, {})
-
     @cached_property
-    def _labels_by_file(self) -> dict[str, dict[str, str]]:
-        """Return the labels of each file by its name for messages; empty if there is one file."""
+    def _file_labels(self) -> dict[str, dict[str, str]]:
+        """Return, by path, the file without its suffix, and its directory if the files are in several.
+
+        Both are relative to the root. Folders KEY=VALUE are labels of their own. One file has no labels.
+        """
         if len(self.files) < 2:
             return {}
-        relative = {name: PurePosixPath(path.removeprefix(self.root).lstrip("/")) for name, path in self.files}
-        # folders KEY=VALUE are labels of their own
-        folders = {
-            name: "/".join(part for part in path.parts[:-1] if "=" not in part) for name, path in relative.items()
-        }
-        in_several = len(set(folders.values())) > 1
-        return {
-            name: {"file": _without_suffix(path)} | ({"directory": folders[name]} if in_several else {})
-            for name, path in relative.items()
-        }
+        relative = {path: PurePosixPath(path.removeprefix(self.root).lstrip("/")) for _, path in self.files}
+        folders = {path: [part for part in steps.parts[:-1] if "=" not in part] for path, steps in relative.items()}
+        in_several = len(set(map(tuple, folders.values()))) > 1
+        labels = {}
+        for path, steps in relative.items():
+            suffixes = steps.suffixes[-2 if file_type(steps.name)[1] else -1 :]
+            labels[path] = {"file": str(steps).removesuffix("".join(suffixes))}
+            if in_several:
+                labels[path]["directory"] = "/".join(folders[path])
+        return labels
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on; earlier lines are not parsed, earlier row groups not read."""
@@ -291,12 +279,14 @@ class FileSource:
 
     def _text_chunks(self, name: str, path: str, file_start: int, skip: int) -> Generator[Chunk, None, int]:
         """Yield the records of a text file after the first `skip`; return the number of all its records."""
-        partition, n_records = self.partitions.get(path, {}), 0
+        partition, file_labels, n_records = self.partitions.get(path, {}), self._file_labels.get(path, {}), 0
         with _open_file(self.fs, path, name) as handle:
             for line, record in text_records(handle, name, skip):
                 if record is not None:  # otherwise it is one of the first `skip`
-                    labelled_record = _add_partition_labels(record, partition, f"{name}:{line}")
-                    yield JsonRecord(file_start + n_records, name, line, labelled_record)
+                    for key in partition.keys() & record.keys():
+                        _refuse_conflicting_value(key, partition, [record[key]], f"{name}:{line}")
+                    record |= {key: value for key, (_, value) in partition.items() if key not in record}
+                    yield JsonRecord(file_start + n_records, name, line, record, file_labels)
                 n_records += 1
         return n_records
 
@@ -323,8 +313,14 @@ class FileSource:
             for batch in parquet_batches(file, columns_in_file, groups):
                 n_before = max(0, skip - first)  # rows of the batch to skip
                 if n_before < batch.num_rows:
-                    labelled_batch = _add_partition_columns(batch.slice(n_before), partition, columns, name)
-                    yield ArrowChunk(file_start + first + n_before, name, first + n_before, labelled_batch)
+                    rest = batch.slice(n_before)
+                    for key, (_, value) in partition.items():
+                        if key in batch.schema.names:
+                            _refuse_conflicting_value(key, partition, plain_values(rest.column(key)), name)
+                        elif key in columns:
+                            rest = rest.append_column(key, pa.repeat(pa.scalar(value), rest.num_rows))
+                    position = first + n_before
+                    yield ArrowChunk(file_start + position, name, position, rest, self._file_labels.get(path, {}))
                 first += batch.num_rows
         return n_rows
 
@@ -346,11 +342,6 @@ class FileSource:
                         return int(records * sum(sizes) / n_bytes)
             read_bytes += size
         return records
-
-
-def _without_suffix(path: PurePosixPath) -> str:
-    n_suffixes = 2 if file_type(path.name)[1] else 1
-    return str(path).removesuffix("".join(path.suffixes[-n_suffixes:]))
 
 
 def parquet_batches(
@@ -375,7 +366,8 @@ _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
     """Return the labels of each file from its folders below `root`.
 
-    As in pyarrow, the values of a key are integers if all of them are, and text otherwise.
+    As in pyarrow, the values of a key are integers if all of them are, and text otherwise. pyarrow itself has integers
+    of 32 bits, and loses the text of a value such as `007`.
     """
     texts: dict[str, dict[str, str | None]] = {}
     for file in files:
@@ -396,25 +388,6 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
         file: {key: (text, text if text is None or key in as_text else int(text)) for key, text in labels.items()}
         for file, labels in texts.items()
     }
-
-
-def _add_partition_labels(record: dict[str, Any], partition: Partition, location: str) -> dict[str, Any]:
-    """Add the labels of the file's folders to a record."""
-    for key in partition.keys() & record.keys():
-        _refuse_conflicting_value(key, partition, [record[key]], location)
-    return record | {key: value for key, (_, value) in partition.items() if key not in record} if partition else record
-
-
-def _add_partition_columns(
-    batch: pa.RecordBatch, partition: Partition, columns: Sequence[str], name: str
-) -> pa.RecordBatch:
-    """Add the labels of the file's folders that are among the columns to read to a batch."""
-    for key, (_, value) in partition.items():
-        if key in batch.schema.names:
-            _refuse_conflicting_value(key, partition, plain_values(batch.column(key)), name)
-        elif key in columns:
-            batch = batch.append_column(key, pa.repeat(pa.scalar(value), batch.num_rows))
-    return batch
 
 
 def _refuse_conflicting_value(key: str, partition: Partition, values: Sequence[Any], location: str) -> None:
@@ -495,10 +468,6 @@ class TableSource:
         """Return the number of rows of the table."""
         return int(self.table.num_rows)
 
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return no labels."""
-        return {}
-
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on."""
         in_memory = isinstance(self.table, pa.Table)
@@ -527,10 +496,6 @@ class PartOfSource:
     def approximate_length(self, n: int) -> int:
         """Return the number of records."""
         return self.stop - self.first
-
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return those of the whole source."""
-        return self.whole.file_labels(name)
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on."""

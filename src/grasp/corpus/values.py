@@ -49,7 +49,12 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     if pa.types.is_map(data_type):
         pairs = pa.list_(pa.struct([("key", data_type.key_type), ("value", data_type.item_type)]))
         entries_of = plain_values(pc.cast(column, pairs))
-        return [None if entries is None else _map_to_dict(entries) for entries in entries_of]
+        return [
+            None
+            if entries is None
+            else {label_text(entry["key"]): entry["value"] for entry in entries if "value" in entry}
+            for entries in entries_of
+        ]
     if is_list(data_type):
         elements = iter(plain_values(column.flatten()))
         lengths = pc.list_value_length(column).to_pylist()
@@ -113,11 +118,6 @@ def _extension_values(column: pa.ExtensionArray) -> list[Any]:
     if name == "arrow.uuid":
         return [None if value is None else str(value) for value in column.to_pylist()]
     return plain_values(pc.cast(column, pa.bool_()) if name == "arrow.bool8" else column.storage)
-
-
-def _map_to_dict(entries: list[dict[str, Any]]) -> dict[str | None, Any]:
-    """Return the entries of an Arrow map as a dict, without null values."""
-    return {label_text(entry["key"]): entry["value"] for entry in entries if "value" in entry}
 
 
 def _struct_records(column: pa.StructArray) -> list[dict[str, Any] | None]:

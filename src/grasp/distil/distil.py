@@ -7,8 +7,8 @@ relevance kernels match such text, and its prior mean is a linear combination of
 prior mean and coefficients are added into one table. Accuracy is measured on held-out rows by cross-validation over
 documents.
 
-Shape letters: N rows, E units, K lengths, V hash buckets per length, P = K V, A n-grams that occur in some row, S rows
-of a slice, J features of the prior mean, D documents, R bootstrap resamples.
+Shape letters: N rows, E units, K lengths, V hash buckets per length, P = K V, A n-grams that occur in some row,
+J features of the prior mean, D documents, R bootstrap resamples.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,14 @@ from scipy.stats import rankdata
 import grasp
 from grasp.arrays import F32, F64, I64
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import label_column, only_target, row_documents, suggest_labels
+from grasp.artifact.rows import only_target, row_documents
 from grasp.distil.ngrams import FAMILIARITY_LENGTH, LENGTHS, SLOTS, as_bytes, shares
-from grasp.distil.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer, SliceQuality
+from grasp.distil.scorer import UNFAMILIAR_SHARE, Card, Quality, Scorer
 from grasp.errors import SettingsError
 from grasp.files import FileEntry, check_directory
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import label_slices
 from grasp.progress import Progress, Silent
 from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream
@@ -41,8 +40,6 @@ FOLDS = 5  # of cross-validation, by document
 PENALTIES = (0.1, 0.3, 1.0, 3.0)  # ridge penalties that are tried
 MAX_TRAINING_CHARS = 12_000_000  # limit on the training text: its n-gram matrix takes half a GB
 MIN_ROWS = 20
-MIN_SLICE_ROWS = 50  # smaller slices are not evaluated
-MAX_SLICES = 10  # slices that are evaluated
 RESAMPLES = 200
 BATCH_ROWS = 4_096  # rows decoded per batch
 RARE, RARER = 1e-4, 1e-5  # additive smoothing of n-gram frequencies
@@ -52,7 +49,7 @@ SOLVER_STEPS = 30  # iterations of the solver; with twice as many Spearman chang
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Distilled(Result):
-    """Result of `distil`: the scorer and, as a table, its accuracy per slice."""
+    """Result of `distil`: the scorer and, as a table, its accuracy on held-out rows with 95 % intervals."""
 
     scorer: Scorer
     path: Path
@@ -114,8 +111,10 @@ def distil(
     held_out_N, penalty = _held_out_scores(regression, relevance_N, fold_N, progress)
     progress.stage("fitting all rows", rows=None, tokens=None)
     tables_KV, intercept = regression.fit(relevance_N, np.arange(len(relevance_N)), penalty)
-    weight_RN = _bootstrap_row_weights(document_N, seed)
-    slices = _slice_quality(artifact, row_index, held_out_N, relevance_N, weight_RN)
+    # bootstrap weights of the rows, (1 + R, N): documents are resampled, and the first resample is the data
+    documents, code_N = np.unique(document_N, return_inverse=True)
+    weights_RD = bootstrap_weights(len(documents), resamples=RESAMPLES, seed=seed)
+    weight_RN = np.concatenate([np.ones((1, len(code_N)), np.float32), weights_RD[:, code_N]])
     card = Card(
         target=target,
         scored_by=predictor.protocol.description,
@@ -127,18 +126,13 @@ def distil(
         first_bytes=first_bytes,
         rarest=regression.rarity_threshold(fold_N),
         quality=_quality(held_out_N, relevance_N, weight_RN),
-        slices=slices,
         weights=FileEntry(bytes=0, checksum=""),
     )
     scorer = Scorer(card, tables_KV.astype(np.float32), regression.rarity_V(regression.share_NP))
     scorer.save(out)
-    table = pa.Table.from_pylist([quality.model_dump() for quality in slices], _SLICES)
+    measures = [(name, *getattr(card.quality, name)) for name in ("spearman", "recall", "gain")]
+    table = pa.table([*map(pa.array, zip(*measures, strict=True))], ["measure", "value", "low", "high"])
     return Distilled(table, f"scorer for {target}", scorer=Scorer.open(out), path=out)
-
-
-_SLICES = pa.schema(
-    [("label", pa.string()), ("value", pa.string()), ("rows", pa.int64()), ("spearman", pa.list_(pa.float64()))]
-)
 
 
 def _decode_rows(inputs: MethodInputs, order: I64, progress: Progress) -> list[str]:
@@ -275,13 +269,6 @@ def _held_out_scores(regression: _Regression, relevance_N: F64, fold_N: I64, pro
 # ------------------------------------------------------------------------------------------------------------ accuracy
 
 
-def _bootstrap_row_weights(document_N: I64, seed: int) -> F32:
-    """Return bootstrap weights of the rows, (1 + R, N); documents are resampled, and the first resample is the data."""
-    document, code_N = np.unique(document_N, return_inverse=True)
-    weights_RD = bootstrap_weights(len(document), resamples=RESAMPLES, seed=seed)
-    return np.concatenate([np.ones((1, len(code_N)), np.float32), weights_RD[:, code_N]])
-
-
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:
     """Return the Pearson correlation under each set of weights, (R,); 0 if either variable is constant."""
     share_RN = weight_RN / weight_RN.sum(axis=1, keepdims=True)
@@ -295,21 +282,6 @@ def _with_interval(value_R: F64) -> tuple[float, float, float]:
     """Return the value on the data and its 95 % percentile bootstrap interval."""
     low, high = np.quantile(value_R[1:], [0.025, 0.975])
     return float(value_R[0]), float(low), float(high)
-
-
-def _slice_quality(
-    artifact: ArtifactReader, row_index: I64, score_N: F64, relevance_N: F64, weight_RN: F32
-) -> tuple[SliceQuality, ...]:
-    """Return the accuracy on the largest slices of the first suitable label of the artifact."""
-    slices: list[SliceQuality] = []
-    for label in suggest_labels(artifact)[:1]:
-        label_values = label_slices(label_column(artifact, label), np.ones(artifact.n_rows, dtype=np.int64))
-        for g, name in enumerate(label_values.names[:MAX_SLICES]):
-            rows_S = np.flatnonzero(label_values.codes_N[row_index] == g)
-            if len(rows_S) >= MIN_SLICE_ROWS:
-                spearman = _spearman(score_N[rows_S], relevance_N[rows_S], weight_RN[:, rows_S])
-                slices.append(SliceQuality(label=label, value=str(name), rows=len(rows_S), spearman=spearman))
-    return tuple(slices)
 
 
 def _spearman(score_N: F64, relevance_N: F64, weight_RN: F32) -> tuple[float, float, float]:

@@ -25,11 +25,10 @@ from grasp.store.contents import read_tensors, tensor_bytes
 from grasp.store.directory import write_at_once
 from grasp.store.records import JsonModel, Signed
 from grasp.store.remote import open_store
-from grasp.text import plain, text_table
+from grasp.text import plain
 
 CARD = "card.json"
 WEIGHTS = "weights.safetensors"
-README = "README.md"
 FORMAT = "grasp-scorer"
 FORMAT_VERSION = 1
 MAX_WEIGHT = 1e9  # largest magnitude of a weight or of the intercept
@@ -52,15 +51,6 @@ class Quality(JsonModel):
     )
 
 
-class SliceQuality(JsonModel):
-    """Accuracy on the held-out rows with one value of a label."""
-
-    label: str
-    value: str
-    rows: int
-    spearman: tuple[float, float, float]
-
-
 class Card(JsonModel):
     """Metadata of a scorer."""
 
@@ -79,7 +69,6 @@ class Card(JsonModel):
     )
     rarest: float = Field(description="Rarity threshold of unfamiliar documents; 1 % of held-out rows exceed it.")
     quality: Quality
-    slices: tuple[SliceQuality, ...] = ()
     weights: FileEntry
 
     def __str__(self) -> str:
@@ -93,11 +82,7 @@ class Card(JsonModel):
         ]
         if self.first_bytes is not None:
             lines.append(f"scores the first {self.first_bytes:,} bytes of a document (the build used its first rows)")
-        text = "\n".join(plain(line) if not line.startswith(" ") else f"  {plain(line)}" for line in lines)
-        if not self.slices:
-            return text
-        cells = [(f"{row.label} = {row.value}", f"{row.rows:,}", with_interval(row.spearman)) for row in self.slices]
-        return f"{text}\n{text_table('', ('slice', 'rows', 'Spearman'), cells)}"
+        return "\n".join(plain(line) if not line.startswith(" ") else f"  {plain(line)}" for line in lines)
 
 
 RECOVERY_HINT = "restore a copy, or distil again"
@@ -167,10 +152,7 @@ class Scorer:
             SettingsError: the path exists.
         """
         path = Path(path)
-        files = {
-            WEIGHTS: tensor_bytes({"tables": self.tables_KV, "rarity": self.rarity_V}),
-            README: f"{_readme(self.card)}\n".encode(),
-        }
+        files = {WEIGHTS: tensor_bytes({"tables": self.tables_KV, "rarity": self.rarity_V})}
         write_at_once(
             path, SIGNED_CARD, files, lambda entries: self.card.model_copy(update={"weights": entries[WEIGHTS]})
         )
@@ -205,19 +187,3 @@ class Scorer:
 def is_scorer(path: Path | str) -> bool:
     """Return whether a directory holds a scorer, complete or not."""
     return kind_of(Path(path) / CARD) == "file"
-
-
-def _readme(card: Card) -> str:
-    """Return the README of a scorer."""
-    return (
-        f"# A scorer of documents for {plain(card.target)}\n\n"
-        "    grasp apply SCORER --corpus CORPUS --out SCORED\n\n"
-        "It predicts the relevance of a document from its text alone: how much training on the document should help\n"
-        "the target. A score of 0 is the mean over the training rows, 1 is one standard deviation above it.\n\n"
-        "```\n"
-        f"{card}\n"
-        "```\n\n"
-        "Scores are unreliable for texts unlike the training rows, such as another language, code or markup.\n"
-        f"`unfamiliar` marks documents whose 4-byte n-grams are rarer than in {1 - UNFAMILIAR_SHARE:.0%} of the\n"
-        "held-out rows."
-    )

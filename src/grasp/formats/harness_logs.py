@@ -112,15 +112,7 @@ def _is_sample(record: Mapping[str, Any]) -> bool:
 def _parse_sample(
     record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
-    """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later.
-
-    Args:
-        record: fields of the record.
-        location: file and line of the record, for messages.
-        task: target of a record without a field `task`.
-        position: position in the log, the default of `doc_id`.
-        loss_on: tokens of the unit that carry loss.
-    """
+    """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later."""
     requests = _parse_requests(record["arguments"], location)
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
@@ -135,7 +127,16 @@ def _parse_sample(
         return _parse_generation(record, location, unit, context)
     if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
         raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
-    positions = _conditional_positions(requests, record, location)
+    # For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
+    # each request, later after all requests. So half of the requests have a context. If another share has, all requests
+    # are conditional, some with an empty context.
+    positions = [k for k, request in enumerate(requests) if request[0] != ""]
+    if "acc_mutual_info" in record and not positions:
+        raise TargetError(
+            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
+        )
+    if 2 * len(positions) != len(requests):
+        positions = list(range(len(requests)))
     pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
     if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
@@ -143,16 +144,7 @@ def _parse_sample(
 
 
 def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
-    """Parse a record whose request is a text or a chat to continue.
-
-    Args:
-        record: fields of the record.
-        location: file and line of the record, for messages.
-        unit: the unit, without its prompt and completion.
-        context: the text, or the messages of the chat.
-    Raises:
-        TargetError: the context is neither, or the target is missing or no answer.
-    """
+    """Parse a record whose request is a text or a chat to continue."""
     doc, target = record["doc"], record.get("target")
     turns = _parse_turns(context)
     if turns is None and not isinstance(context, str):
@@ -169,11 +161,7 @@ def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, cont
 
 
 def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
-    """Return the arguments of each request, in order.
-
-    Raises:
-        TargetError: these are not requests, or a request has images or audio.
-    """
+    """Return the arguments of each request, in order."""
     try:
         requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
         if not all(requests) or not requests:
@@ -200,21 +188,6 @@ def _ordered_values(group: Any) -> list[Any]:
     if not isinstance(group, list | tuple):
         raise TypeError(type(group).__name__)
     return [value for value in group if value is not None]
-
-
-def _conditional_positions(requests: Sequence[Arguments], record: Mapping[str, Any], location: str) -> list[int]:
-    """Return the positions of the requests for conditional likelihoods, those with the context of the question.
-
-    For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
-    each request, later after all requests. So half of the requests have a context. If another share has, all requests
-    are conditional, some with an empty context.
-    """
-    with_context = [k for k, request in enumerate(requests) if request[0] != ""]
-    if "acc_mutual_info" in record and not with_context:
-        raise TargetError(
-            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
-        )
-    return with_context if 2 * len(with_context) == len(requests) else list(range(len(requests)))
 
 
 def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
@@ -270,7 +243,10 @@ class _MultipleChoice:
     ) -> "_MultipleChoice":
         """Return a document, with the gold choices by both encodings."""
         texts = [continuation for _, continuation in pairs]
-        positions = _parse_positions(target, len(pairs))
+        value = _parse_literal(target) if isinstance(target, str) else target
+        numbers = value if isinstance(value, list) else [value]  # of all correct choices
+        are_positions = all(isinstance(number, int) and 0 <= number < len(pairs) for number in numbers)
+        positions = tuple(map(int, numbers)) if are_positions else ()
         if len(set(texts)) > 1:
             # a number that is not a text (True, or an integer in older logs) is a position
             by_text = () if isinstance(target, int) else _find_choices(target, texts)
@@ -278,7 +254,12 @@ class _MultipleChoice:
         elif positions and not _find_choices(target, texts):  # the choices are contexts, and the target is the position
             by_number = by_text = positions
         else:  # the choices are contexts, and the target is the text of the one continuation (winogrande)
-            by_number = by_text = _correct_by_accuracy(predicted, len(pairs))
+            # the prediction if it is correct, else the other one of two choices
+            by_number = by_text = ()
+            if predicted is not None and predicted.is_correct:
+                by_number = by_text = (predicted.position,)
+            elif predicted is not None and len(pairs) == 2:
+                by_number = by_text = (1 - predicted.position,)
             if not by_text:
                 raise TargetError(
                     f"{location}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
@@ -288,11 +269,7 @@ class _MultipleChoice:
 
     @staticmethod
     def resolve(samples: "Sequence[_MultipleChoice]") -> None:
-        """Set `gold` of all documents of a task, whose targets are encoded alike: by number or by text.
-
-        Raises:
-            TargetError: a target is neither, or is ambiguous.
-        """
+        """Set `gold` of all documents of a task, whose targets are encoded alike: by number or by text."""
         if invalid := next((sample for sample in samples if not sample.by_number), None):
             raise TargetError(
                 f"{invalid.location}: target: got {invalid.target!r:.{_SHOWN}}, expected the number or the text of one "
@@ -304,7 +281,14 @@ class _MultipleChoice:
         # If the encodings disagree on a document, the logged accuracies of all documents must select one encoding.
         differing = [k for k in range(len(samples)) if len({encoding[k][0] for encoding in encodings}) > 1]
         if differing:
-            encodings = [encoding for encoding in encodings if all(map(_MultipleChoice._agrees, samples, encoding))]
+            encodings = [
+                encoding
+                for encoding in encodings
+                if all(
+                    sample.predicted is None or (sample.predicted.position in gold) == sample.predicted.is_correct
+                    for sample, gold in zip(samples, encoding, strict=True)
+                )
+            ]
             if len(encodings) != 1:
                 sample = samples[differing[0]]
                 number, text = (sample.pairs[gold[0]][1] for gold in (sample.by_number, sample.by_text))
@@ -314,10 +298,6 @@ class _MultipleChoice:
                 )
         for sample, gold in zip(samples, encodings[0], strict=True):
             sample.gold = gold[0]
-
-    def _agrees(self, gold: tuple[int, ...]) -> bool:
-        """Return whether the logged accuracy is that of the logged prediction if these choices are correct."""
-        return self.predicted is None or (self.predicted.position in gold) == self.predicted.is_correct
 
     def to_unit(self) -> Unit:
         """Return the document as a unit, with the gold choice as its completion."""
@@ -331,20 +311,14 @@ class _MultipleChoice:
         )
 
 
-def _parse_positions(target: Any, count: int) -> tuple[int, ...]:
-    """Parse a target as a position below `count`, or a list of positions if several choices are correct."""
-    value = _parse_literal(target) if isinstance(target, str) else target
-    numbers = value if isinstance(value, list) else [value]
-    are_positions = all(isinstance(number, int) and 0 <= number < count for number in numbers)
-    return tuple(map(int, numbers)) if are_positions else ()
-
-
 def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
     """Return the positions of the choices with the text of a target, or with one of its texts if it is a list.
 
     All choices may have the same delimiter before the text.
     """
-    answers = target if isinstance(target, list) else _parse_texts(target) or [target]
+    value = _parse_literal(target) if isinstance(target, str) else target
+    are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    answers = value if isinstance(target, list) or (are_texts and value) else [target]
     positions: list[int] = []
     for answer in answers:
         if isinstance(answer, str) and answer.strip():
@@ -371,19 +345,6 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _P
     if accuracy not in (0.0, 1.0) or any(isnan(value) for value in likelihoods):
         return None
     return _Prediction(likelihoods.index(max(likelihoods)), accuracy == 1.0)
-
-
-def _correct_by_accuracy(predicted: _Prediction | None, count: int) -> tuple[int, ...]:
-    """Infer the gold choice from the accuracy: the prediction if it is correct, else the other one of two choices.
-
-    Returns:
-        The position of the gold choice; empty if it cannot be inferred.
-    """
-    if predicted is None:
-        return ()
-    if predicted.is_correct:
-        return (predicted.position,)
-    return (1 - predicted.position,) if count == 2 else ()
 
 
 # ---------------------------------------------------------------------------------------------------- generation
@@ -434,11 +395,7 @@ class _Generation:
 
     @staticmethod
     def resolve(samples: "Sequence[_Generation]") -> None:
-        """Set `answer` of all documents of a task. Targets are lists of answers unless all documents quote them.
-
-        Raises:
-            TargetError: a list has no answers.
-        """
+        """Set `answer` of all documents of a task. Targets are lists of answers unless all documents quote them."""
         are_lists = any(sample.answers is not None and not sample.is_quoted for sample in samples)
         for sample in samples:
             sample.answer = sample.target
@@ -480,12 +437,6 @@ def _parse_literal(text: str) -> Any:
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
-
-
-def _parse_texts(target: Any) -> tuple[str, ...] | None:
-    """Parse a target that is the text of a list of texts; None: it is not."""
-    value = _parse_literal(target) if isinstance(target, str) else None
-    return tuple(value) if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
 
 
 def _canonical_answer(answers: Sequence[str] | None, doc: Any) -> str | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 
@@ -31,17 +31,14 @@ MAX_RESULTS_LISTED = 3  # results listed in a note
 _DATE = re.compile(r"_?(\d{4}-\d\d-\d\dT[\d.-]+)$")
 _LM_HARNESS = re.compile(r"results.*\.json|.+_\d{4}-\d\d-\d\dT[\d.-]+\.json")
 _OLMES = re.compile(r"task-\d+-.+-metrics\.json|metrics-all\.jsonl|\d{8}-\d{6}-.+-tasks\.jsonl")
-_NAME_FIELDS = ("alias", "name", " ")  # text fields that are not metrics
 _NO_METRICS = ("samples", "sample_len", "bypass")  # numbers of questions; placeholder if nothing is evaluated
 _UNKNOWN = (None, "N/A", "Yaml")  # values of conditions that lm-evaluation-harness writes if they are unknown
 
-RemarkTopic = Literal["values", "conditions", "groups", "models", "texts"]
+RemarkTopic = Literal["values", "conditions", "models"]
 _HEADINGS: Mapping[RemarkTopic, str] = {
     "values": "files of a run differ; using the newest",
     "conditions": "results of a run were ignored, since a newer file has other conditions",
-    "groups": "group means are older than results of their tasks",
     "models": "files of a run name different models",
-    "texts": "results that are not numbers were ignored",
 }
 
 
@@ -58,8 +55,6 @@ class TaskResults:
         date: evaluation date as sortable digits; empty if unknown.
         model: name of the model, if the file has it.
         alias: further name of the task, which distinguishes variants of a task in files of olmes.
-        group: names of the tasks of a group; the values are means over them.
-        texts: metrics whose value is not a number.
     """
 
     task: str
@@ -70,30 +65,19 @@ class TaskResults:
     date: str
     model: str | None = None
     alias: str | None = None
-    group: Sequence[str] = ()
-    texts: Sequence[str] = ()
 
     @property
     def columns(self) -> frozenset[str]:
         """Names of the metrics in the table of all runs."""
         return frozenset(f"{self.task}/{name}" for name in self.values)
 
-    def contains_any(self, metrics: Collection[str]) -> bool:
-        """Return whether these results contain any of these metrics."""
-        return any(name in metrics for name in self.columns)
 
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """A note on ignored or inconsistent results, and the metrics that it concerns."""
+class Remark(NamedTuple):
+    """A note on ignored or inconsistent results, and the metrics that it concerns; empty: all."""
 
     topic: RemarkTopic
     metrics: Collection[str]
     text: str
-
-    def concerns(self, metrics: Collection[str]) -> bool:
-        """Return whether the remark concerns any of these metrics, or results without metrics."""
-        return not self.metrics or any(name in metrics for name in self.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +120,10 @@ class HarnessResults:
         Raises:
             RunsError: two runs differ in the conditions of a task of these metrics.
         """
-        self._check_comparable(metrics)
-        notes = []
-        for topic, heading in _HEADINGS.items():
-            texts = [remark.text for remark in self.remarks if remark.topic == topic and remark.concerns(metrics)]
-            if texts:
-                more = f"; and {len(texts) - MAX_RESULTS_LISTED} more" if len(texts) > MAX_RESULTS_LISTED else ""
-                notes.append(f"{heading}: {'; '.join(texts[:MAX_RESULTS_LISTED])}{more}")
-        results = {task: result for by_task in self.by_run.values() for task, result in by_task.items()}
-        tasks = [task for task, result in results.items() if result.contains_any(metrics)]
-        for task in tasks:
-            members = [name for name in results[task].group if name in tasks]
-            if members:
-                text = f"{task} is the mean of {len(members)} tasks that are metrics too, e.g. {members[0]}"
-                notes.append(f"{text}; all are used, select with --metrics")
-        return notes
-
-    def _check_comparable(self, metrics: Collection[str]) -> None:
-        """Raise an error if two runs differ in the conditions of a task of these metrics."""
-        # first run with a condition of a task
-        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}
+        first: dict[tuple[str, str], tuple[str, TaskResults]] = {}  # first run with a condition of a task
         for run, by_task in self.by_run.items():
             for task, result in by_task.items():
-                if not result.contains_any(metrics):
+                if result.columns.isdisjoint(metrics):
                     continue
                 for condition, value in result.conditions.items():
                     other_run, other = first.setdefault((task, condition), (run, result))
@@ -168,6 +133,16 @@ class HarnessResults:
                             f"{other.conditions[condition]} and {value} ({other.file}, {result.file}); evaluate them "
                             f"with the same conditions, or exclude the task: --metrics '!{task}/*'"
                         )
+        notes = []
+        for topic, heading in _HEADINGS.items():
+            relevant = [
+                remark for remark in self.remarks if not remark.metrics or not set(metrics).isdisjoint(remark.metrics)
+            ]
+            texts = [remark.text for remark in relevant if remark.topic == topic]
+            if texts:
+                more = f"; and {len(texts) - MAX_RESULTS_LISTED} more" if len(texts) > MAX_RESULTS_LISTED else ""
+                notes.append(f"{heading}: {'; '.join(texts[:MAX_RESULTS_LISTED])}{more}")
+        return notes
 
 
 def claims(path: Path) -> str:
@@ -224,14 +199,6 @@ def _merge_files(run: str, results: Sequence[TaskResults], remarks: list[Remark]
     for result in results:
         by_task.setdefault(result.task, []).append(result)
     merged = {task: _merge_task(run, same_task, remarks) for task, same_task in by_task.items()}
-    for group in merged.values():
-        for task in group.group:
-            current = merged.get(task)
-            same_file = [result for result in by_task.get(task, ()) if result.file == group.file]
-            values_in_file = [(name, value) for result in same_file for name, value in result.values.items()]
-            if current and any(current.values.get(name) != value for name, value in values_in_file):
-                text = f"{run}: {group.task} ({group.file}) is older than {task} ({current.file})"
-                remarks.append(Remark("groups", group.columns, text))
     models = dict.fromkeys(result.model for result in results if result.model)
     if len(models) > 1:
         columns = frozenset().union(*(result.columns for result in merged.values()))
@@ -243,9 +210,6 @@ def _merge_task(run: str, results: Sequence[TaskResults], remarks: list[Remark])
     """Merge the results of one task from different files. Appends to `remarks`.
 
     The newest results are completed from older files with the same conditions.
-
-    Raises:
-        RunsError: results or conditions differ between files without dates.
     """
     newest, *older = sorted(results, key=lambda result: result.date, reverse=True)
     task = newest.task
@@ -270,10 +234,7 @@ def _merge_task(run: str, results: Sequence[TaskResults], remarks: list[Remark])
     oldest_first = (*reversed(older), newest)
     directions = {name: direction for result in oldest_first for name, direction in result.directions.items()}
     values = {name: result.values[name] for name, result in source.items()}
-    merged = replace(newest, values=values, directions=directions, conditions=conditions)
-    if texts := sorted({name for result in results for name in result.texts} - source.keys()):
-        remarks.append(Remark("texts", merged.columns, f"{run}: {task}: {', '.join(texts)}"))
-    return merged
+    return replace(newest, values=values, directions=directions, conditions=conditions)
 
 
 def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, second: TaskResults) -> None:
@@ -301,16 +262,13 @@ def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
         timestamp = ""
     for task, metrics in data["results"].items():
         has_filters = any("," in key for key in metrics)
-        values, texts = {}, []
+        values = {}
         for key, value in metrics.items():
             metric, _, filter_name = key.partition(",")
-            if (has_filters and "," not in key) or key in _NAME_FIELDS or is_standard_error(metric):
+            if (has_filters and "," not in key) or is_standard_error(metric):
                 continue
-            name = metric if filter_name in ("", "none") else key
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                texts.append(name)
-            elif metric not in _NO_METRICS:
-                values[name] = float(value)
+            if metric not in _NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
+                values[metric if filter_name in ("", "none") else key] = float(value)
         higher_is_better = data.get("higher_is_better", {}).get(task) or {}
         conditions = {
             "n-shot": (data.get("n-shot") or {}).get(task, config.get("num_fewshot")),
@@ -329,8 +287,6 @@ def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
             conditions=_recorded_conditions(conditions),
             date=re.sub(r"\D", "", timestamp),
             model=data.get("model_name"),
-            group=data.get("group_subtasks", {}).get(task, ()),
-            texts=texts,
         )
 
 

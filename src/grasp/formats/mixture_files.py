@@ -15,107 +15,94 @@ In file names, special characters of label values are replaced; a comment record
 import ast
 import csv
 import io
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grasp.mixtures import DIGITS, MEASURES, MixtureFile, MixtureWeights
-from grasp.yaml_files import read_yaml
+from grasp.yaml_files import read_yaml, yaml_text
 
 YAML = (".yaml", ".yml")
 PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
 Reader = Callable[[Path], MixtureFile]
-Writer = Callable[[MixtureWeights], tuple[str, str]]
+Writer = Callable[[MixtureWeights], tuple[str, str]]  # returns the text of a file, and a description of its weights
 # Comment that records the label value of a name in the file.
 NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
 
 
-def _positive_shares(weights: MixtureWeights, measure: str) -> list[tuple[str, float, float]]:
-    """Return name, share and repetitions of each value with a positive share; shares add up to 1."""
-    records = zip(weights.names(), weights.shares(measure), weights.times_G, strict=True)
-    return [(name, float(share), float(times)) for name, share, times in records if share > 0]
-
-
-def _comments(weights: MixtureWeights, *lines: str) -> list[str]:
-    """Return the comments at the head of a file, including the label values whose names differ."""
+def _yaml_with_comments(weights: MixtureWeights, comments: Sequence[str], data: Mapping[str, Any]) -> str:
+    """Return a YAML file that begins with comments, and with the label values whose names differ."""
     renamed = [
-        f"# name {name}: {value}"
+        f"name {name}: {value}"
         for name, value in zip(weights.names(), weights.values, strict=True)
         if name != value and value == " ".join(value.split())
     ]
-    return [*(f"# {line}" for line in lines), *renamed]
+    return "".join(f"# {line}\n" for line in (*comments, *renamed)) + yaml_text(data)
 
 
 # ------------------------------------------------------------------------------------------------------ writing
-# Each writer returns the text of the file, and a description of its weights.
+
+
+def _positive_shares(weights: MixtureWeights, measure: str) -> dict[str, float]:
+    """Return the share of each name that has one; shares add up to 1."""
+    shares = zip(weights.names(), weights.shares(measure).tolist(), strict=True)
+    return {name: share for name, share in shares if share > 0}
 
 
 def _olmo_core(weights: MixtureWeights) -> tuple[str, str]:
-    shares = _positive_shares(weights, "tokens")
     tokens_G = weights.size_G["tokens"]
     # repetitions of each value, if as many tokens are trained on as the corpus has
     repetitions_G = weights.shares("tokens") * tokens_G.sum() / np.maximum(tokens_G, 1)
-    repetitions = dict(zip(weights.names(), repetitions_G, strict=True))
-    lines = _comments(
-        weights,
+    largest = dict(zip(weights.names(), np.maximum(1.0, np.ceil(100 * repetitions_G) / 100).tolist(), strict=True))
+    comments = (
         "OLMo-core, SourceMixtureList: target_ratio is a share of tokens. Set paths to your tokenized files.",
         "max_repetition_ratio is for one epoch of the corpus; multiply it by the number of epochs of a longer run.",
     )
-    lines.append("sources:")
-    for name, share, _ in shares:
-        lines += [
-            f"  - source_name: {json.dumps(name)}",
-            f"    target_ratio: {share!r}",
-            f"    paths: [{json.dumps(f'data/{name}/*.npy')}]",
-            f"    max_repetition_ratio: {max(1.0, float(np.ceil(100 * repetitions[name]) / 100))!r}",
-        ]
-    return "\n".join(lines) + "\n", "target_ratio is a share of tokens; set paths"
+    sources = [
+        {
+            "source_name": name,
+            "target_ratio": share,
+            "paths": [f"data/{name}/*.npy"],
+            "max_repetition_ratio": largest[name],
+        }
+        for name, share in _positive_shares(weights, "tokens").items()
+    ]
+    text = _yaml_with_comments(weights, comments, {"sources": sources})
+    return text, "target_ratio is a share of tokens; set paths"
 
 
 def _megatron(weights: MixtureWeights) -> tuple[str, str]:
-    lines = [f"{share!r} data/{name}{PREFIX}" for name, share, _ in _positive_shares(weights, "tokens")]
-    return "\n".join(lines) + "\n", "for --data-args-path; weights are shares of tokens"
+    lines = [f"{share!r} data/{name}{PREFIX}\n" for name, share in _positive_shares(weights, "tokens").items()]
+    return "".join(lines), "for --data-args-path; weights are shares of tokens"
 
 
 def _llama_factory(weights: MixtureWeights) -> tuple[str, str]:
     shares = _positive_shares(weights, "documents")
-    lines = _comments(
-        weights,
-        "LLaMA-Factory: interleave_probs are shares of documents. Use these names in dataset_info.json.",
-    )
-    lines += [
-        f"dataset: {json.dumps(','.join(name for name, *_ in shares))}",
-        "mix_strategy: interleave_over",
-        f"interleave_probs: {json.dumps(','.join(repr(probability) for _, probability, _ in shares))}",
-    ]
-    return "\n".join(lines) + "\n", "interleave_probs are shares of documents"
+    comments = ("LLaMA-Factory: interleave_probs are shares of documents. Use these names in dataset_info.json.",)
+    data = {
+        "dataset": ",".join(shares),
+        "mix_strategy": "interleave_over",
+        "interleave_probs": ",".join(map(repr, shares.values())),
+    }
+    return _yaml_with_comments(weights, comments, data), "interleave_probs are shares of documents"
 
 
 def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
-    lines = _comments(
-        weights,
-        "Axolotl: one entry per repetition of the documents, rounded to percent. Set path and type.",
-    )
-    lines.append("datasets:")
-    for name, _, times in _positive_shares(weights, "documents"):
+    comments = ("Axolotl: one entry per repetition of the documents, rounded to percent. Set path and type.",)
+    entries = []
+    for name, times in zip(weights.names(), weights.times_G, strict=True):
         whole, percent = divmod(round(100 * times), 100)
-        splits = ["train"] * whole + ([f"train[:{percent}%]"] if percent else [])
-        lines += [
-            line
-            for split in splits
-            for line in (
-                f"  - path: {json.dumps(f'data/{name}.jsonl')}",
-                "    ds_type: json",
-                "    type: completion",
-                f"    split: {json.dumps(split)}",
-            )
+        entries += [
+            {"path": f"data/{name}.jsonl", "ds_type": "json", "type": "completion", "split": split}
+            for split in ["train"] * whole + [f"train[:{percent}%]"] * bool(percent)
         ]
-    return "\n".join(lines) + "\n", "one entry per repetition of the documents; set path and type"
+    text = _yaml_with_comments(weights, comments, {"datasets": entries})
+    return text, "one entry per repetition of the documents; set path and type"
 
 
 MODULE = '''"""A mixture by {label}: number of repetitions of the documents of each value."""
@@ -149,14 +136,12 @@ def _datatrove(weights: MixtureWeights) -> tuple[str, str]:
 
 
 def _yaml(weights: MixtureWeights) -> tuple[str, str]:
-    lines = ["# Shares of each value in the mixture, and the number of times that each of its rows is seen."]
-    lines += [f"label: {json.dumps(weights.label)}", "weights:"]
     columns = {measure: weights.shares(measure) for measure in MEASURES} | {"times": weights.times_G}
-    for measure, values_G in columns.items():
-        lines.append(f"  {measure}:")
-        pairs = zip(weights.values, values_G, strict=True)
-        lines += [f"    {json.dumps(value)}: {round(float(number), DIGITS)!r}" for value, number in pairs]
-    return "\n".join(lines) + "\n", "shares of rows, tokens and documents"
+    rounded = {name: np.round(values_G, DIGITS).tolist() for name, values_G in columns.items()}
+    by_value = {name: dict(zip(weights.values, numbers, strict=True)) for name, numbers in rounded.items()}
+    comment = "# Shares of each value in the mixture, and the number of times that each of its rows is seen.\n"
+    text = comment + yaml_text({"label": weights.label, "weights": by_value})
+    return text, "shares of rows, tokens and documents"
 
 
 def _csv(weights: MixtureWeights) -> tuple[str, str]:

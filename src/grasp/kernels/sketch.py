@@ -1,9 +1,10 @@
-"""Seeded random projections: JL for hidden states, CountSketch for residuals.
+"""Sketches of rows: random projections that preserve inner products, JL of hidden states, CountSketch of residuals.
 
-Maps are drawn with numpy and applied with torch or scipy, so that they are equal on every device. Start with
+A sketch is the projection of a row's mean hidden state, whitened, or of its mean residual, preconditioned. Maps are
+drawn with numpy and applied with torch or scipy, so that they are equal on every device. Start with
 `gaussian_projection` and `CountSketch`. Labels `eq:` in "Source" are those of the paper; docs/paper_map.md lists them.
 
-Shape letters: P positions, N rows, H hidden width, V vocabulary, D sketch width.
+Shape letters: B rows, P positions, K kept per residual, H hidden width, V vocabulary, D sketch width.
 """
 
 from abc import abstractmethod
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 from scipy.sparse import csr_array
+from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
@@ -83,6 +86,56 @@ class SummarySketch(Sketch):
     def whitener(self) -> Whitener:
         """Return the whitener of summaries."""
         return Whitener.from_settings(self.moments(summary_moments(self.settings)).value, self.settings)
+
+
+class HiddenSketch(SummarySketch):
+    """The sketch of hidden states. Source: eq:feature-sketch of the paper."""
+
+    name = "hidden_sketch"
+
+    @property
+    def width(self) -> int:
+        return min(self.settings.hidden_width, self.model.hidden_size)
+
+    def prepare(self, units: Batch) -> None:
+        whitener = self.whitener()
+        project_DH = gaussian_projection(self.settings.hidden_width, self.model.hidden_size, self.settings.seed)
+        self._mean_H = torch.from_numpy(whitener.mean_H).to(self.model.device)
+        # Whitening and projection are linear and applied to the mean of a row, so one matrix does both.
+        self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        pooled = batch.summary_batch or batch
+        sum_BH = self._mean_H.new_zeros(pooled.n_rows, len(self._mean_H)).index_add_(
+            0, pooled.row_P, pooled.hidden_PH.double()
+        )
+        return ((sum_BH / pooled.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
+
+
+class ResidualSketch(SummarySketch):
+    """The sketch of residuals. Source: eq:feature-sketch of the paper."""
+
+    name = "residual_sketch"
+
+    @property
+    def width(self) -> int:
+        return self.settings.residual_width
+
+    def prepare(self, units: Batch) -> None:
+        sketch = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
+        self._bucket_V = torch.from_numpy(sketch.bucket).to(self.model.device)
+        # D^{1/2} on both sides of an inner product is the D of the residual match.
+        weight_V = sketch.sign * np.sqrt(self.whitener().precondition_V)
+        self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
+
+    def score(self, batch: Batch) -> Tensor:
+        pooled = batch.summary_batch or batch
+        index_PK = pooled.residual.index_PK
+        value_PK = pooled.residual.value_PK.float() * self._weight_V[index_PK]
+        # index_add_ over (row, bucket) sums the coordinates of all positions of a row in one pass
+        bucket_PK = pooled.row_P[:, None] * self.width + self._bucket_V[index_PK]
+        sum_BD = value_PK.new_zeros(pooled.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
+        return sum_BD.view(pooled.n_rows, self.width) / pooled.positions_B[:, None]
 
 
 def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:

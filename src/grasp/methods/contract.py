@@ -130,7 +130,7 @@ class MethodInputs:
         Raises:
             ArtifactError: rows are no texts; the artifact has no tokens, or their fingerprint differs.
         """
-        self.artifact.require_texts("compute scores of the method elsewhere and pass them to `evaluate --predictions`")
+        self.artifact.require_texts("published methods score texts only")
         return self.source.rows
 
     def refuse_pairs(self) -> None:
@@ -234,15 +234,12 @@ class Account:
         covers: parameters or text that the scores depend on: names of layers, "all tokens", ...
         notes: remarks needed to interpret the scores, one phrase each.
         counts: number of skipped rows or units, by reason.
-        ready: time that intermediate results took which were ready when this run began, because earlier runs had
-            stored them; it counts as time of the method.
     """
 
     features: int = 0
     covers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
-    ready: Seconds = Seconds()
 
 
 @dataclass(frozen=True)
@@ -306,14 +303,7 @@ class Method(ABC, Generic[S]):
 
 
 class RowMethod(Method[S]):
-    """A method that scores rows.
-
-    Attributes:
-        weighting: how a subset is predicted from the scores of its rows, by default: their mean, or their sum
-            (`count`).
-    """
-
-    weighting: ClassVar[Literal["mean", "count"]] = "mean"
+    """A method that scores rows."""
 
     @abstractmethod
     def scores(self, inputs: MethodInputs, cache: Path) -> MethodScores:

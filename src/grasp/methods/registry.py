@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.arrays import F32, F64, I64, Blocks
@@ -32,7 +31,7 @@ from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, M
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import Progress, Silent
 from grasp.runs.alignment import Alignment
-from grasp.runs.predictions import Cost, MethodRole, Predictions, RowScores, Weighting
+from grasp.runs.predictions import Cost, MethodRole, Predictions, Weighting, sum_row_scores
 from grasp.runs.training_runs import TrainingRuns
 from grasp.settings import Settings
 from grasp.text import parse_names
@@ -42,7 +41,6 @@ GROUP = "grasp.methods"
 GRASP = "grasp"  # accepted among the names of methods; its predictions are always included
 CACHE = "baselines"  # inside the artifact
 ANY_UNIT = ("", "any")  # target and unit of the only column of scores that do not depend on the unit
-MAX_COVERED = 6  # entries of `Account.covers` that a note lists
 SUM_NOTE = "scores are summed over a subset, not averaged"
 
 
@@ -76,7 +74,7 @@ class _CommonOptions(Settings):
     method: str
     seed: int = Field(0, ge=0)
     oracle_selected: bool = False
-    weighting: Weighting | None = None
+    weighting: Weighting = "mean"
     negative: float = Field(1.0, ge=0, le=1)
 
 
@@ -88,40 +86,40 @@ class ConfiguredMethod:
         label: name of the configuration, in results.
         method: the method with its settings.
         oracle_selected: whether it was selected on the utilities that it is evaluated on.
-        weighting: how row scores are aggregated over a subset. Default: as the method does.
+        weighting: how row scores are aggregated over a subset: their mean, or their sum (`count`).
         negative_scale: factor on negative row scores when subsets are predicted; the option `negative`.
     """
 
     label: str
     method: Method[Any]
     oracle_selected: bool = False
-    weighting: Weighting | None = None
+    weighting: Weighting = "mean"
     negative_scale: float = 1.0
 
 
 def configure_methods(
-    names: str | Sequence[str] | None, configurations: Mapping[str, Any] | None = None, error_prefix: str = "methods"
+    names: str | Sequence[str] | None,
+    settings: Mapping[str, Any] | Path | str | None = None,
+    error_prefix: str = "methods",
 ) -> tuple[ConfiguredMethod, ...]:
     """Import methods by name or label and validate their settings.
 
     Args:
         names: names of methods, or labels of configurations. Default: every configuration.
-        configurations: by label, settings of a method, and the options `method`, `seed`, `oracle_selected`,
-            `weighting` and `negative`.
-        error_prefix: begin of error messages about the configurations, such as the settings file.
+        settings: configurations by label, or a YAML file with them: settings of a method, and the options `method`,
+            `seed`, `oracle_selected`, `weighting` and `negative`.
+        error_prefix: begin of error messages about configurations that are not read from a file.
     Raises:
         SettingsError: unknown method (the message lists the available ones), or invalid settings.
         MissingExtraError: a required package is not installed; the message names the extra.
     """
-    configurations = dict(configurations or {})
+    if settings is not None and not isinstance(settings, Mapping):
+        settings, error_prefix = read_yaml(Path(settings)), str(settings)
+    configurations = dict(settings or {})
     labels = list(configurations) if names is None else [name for name in parse_names(names) if name != GRASP]
-    fault, duplicates = "", sorted({name for name in labels if labels.count(name) > 1})
-    if duplicates:
+    fault = ""
+    if duplicates := sorted({name for name in labels if labels.count(name) > 1}):
         fault = f"{', '.join(duplicates)} given twice; use another label for one in a settings file"
-    for label, values in configurations.items():
-        options, _ = _split_options(label, values, error_prefix)
-        if label not in labels:  # report errors in unused configurations too
-            _validate(error_prefix, label, (_CommonOptions, options))
     for label in labels:
         if label not in configurations and label not in registered_methods():
             if not configurations:
@@ -132,59 +130,11 @@ def configure_methods(
             )
     if fault:
         raise SettingsError(f"methods: {fault}")
-    return tuple(_configure(label, configurations.get(label, {}), error_prefix) for label in labels)
+    return tuple(_configure(label, configurations.get(label, {}), f"{error_prefix}: {label}") for label in labels)
 
 
 def _configure(label: str, values: Any, error_prefix: str) -> ConfiguredMethod:
     """Import the method of a configuration, and validate its options and settings."""
-    options, setting_values = _split_options(label, values, error_prefix)
-    method_class = load_method(options["method"])
-    sections = (_CommonOptions, options), (method_class.settings_type, setting_values)
-    common, settings = _validate(error_prefix, label, *sections)
-    assert isinstance(common, _CommonOptions)
-    for module, extra in method_class.required_modules.items():
-        require(module, extra=extra, feature=f"method {common.method}")
-    if issubclass(method_class, SubsetMethod):
-        row_options = {"weighting": common.weighting is not None, "negative": common.negative != 1.0}
-        if unused := [name for name, is_set in row_options.items() if is_set]:
-            raise SettingsError(
-                f"{error_prefix}: {label}: {', '.join(unused)}: not supported by {common.method}, which predicts "
-                "subsets and scores no rows; remove it"
-            )
-    method = method_class(settings, name=common.method, seed=common.seed)
-    return ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
-
-
-def load_methods(
-    names: str | Sequence[str] | None,
-    settings: Mapping[str, Any] | Path | str | None,
-    *,
-    checkpoints: Sequence[Path | str] = (),
-) -> tuple[ConfiguredMethod, ...]:
-    """Configure methods by name, from a settings file, or both; return an empty tuple if neither is passed.
-
-    Args:
-        names: names or labels, as in `configure_methods`.
-        settings: configurations by label, or a YAML file with them.
-        checkpoints: checkpoints for methods that use them; here only checked.
-    Raises:
-        SettingsError: as `configure_methods`; or checkpoints that no method uses.
-    """
-    configured: tuple[ConfiguredMethod, ...] = ()
-    if names is not None or settings is not None:
-        is_file = settings is not None and not isinstance(settings, Mapping)
-        configurations = read_yaml(Path(str(settings))) if is_file else settings
-        assert configurations is None or isinstance(configurations, Mapping)
-        configured = configure_methods(names, configurations, str(settings) if is_file else "methods")
-    if checkpoints and not any("checkpoints" in entry.method.requires for entry in configured):
-        raise SettingsError(
-            "checkpoints: no effect without a method that uses them; pass one with --methods, or omit it"
-        )
-    return configured
-
-
-def _split_options(label: str, values: Any, error_prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a configuration into common options (the method included) and settings of the method."""
     fault, available = "", ", ".join(registered_methods())
     if not isinstance(values, Mapping):
         fault = f": got {values!r}, expected settings by name, or {{}}"
@@ -193,26 +143,33 @@ def _split_options(label: str, values: Any, error_prefix: str) -> tuple[dict[str
     elif not isinstance(values.get("method", label), str):
         fault = f": method: got {values['method']!r}, expected one of {available}"
     if fault:
-        raise SettingsError(f"{error_prefix}: {label}{fault}")
+        raise SettingsError(f"{error_prefix}{fault}")
     setting_values = {str(key): value for key, value in values.items()}
     options = {"method": label} | {
         field: setting_values.pop(field) for field in _CommonOptions.model_fields if field in setting_values
     }
-    find(GROUP, options["method"])
-    return options, setting_values
-
-
-def _validate(error_prefix: str, label: str, *sections: tuple[type[Settings], Mapping[str, Any]]) -> list[Settings]:
-    """Validate each section of a configuration; report the errors of all sections in one message."""
+    method_class = load_method(options["method"])
     validated, errors = [], []
-    for settings_type, values in sections:
+    for settings_type, section in ((_CommonOptions, options), (method_class.settings_type, setting_values)):
         try:
-            validated.append(settings_type.model_validate(values))
+            validated.append(settings_type.model_validate(section))
         except ValidationError as err:
             errors.append(describe(err, "", settings_type).removeprefix(": "))
     if errors:
-        raise SettingsError(f"{error_prefix}: {label}: {'; '.join(errors)}")
-    return validated
+        raise SettingsError(f"{error_prefix}: {'; '.join(errors)}")
+    common, settings = validated
+    assert isinstance(common, _CommonOptions)
+    for module, extra in method_class.required_modules.items():
+        require(module, extra=extra, feature=f"method {common.method}")
+    if issubclass(method_class, SubsetMethod):
+        row_options = {"weighting": common.weighting != "mean", "negative": common.negative != 1.0}
+        if unused := [name for name, is_set in row_options.items() if is_set]:
+            raise SettingsError(
+                f"{error_prefix}: {', '.join(unused)}: not supported by {common.method}, which predicts subsets and "
+                "scores no rows; remove it"
+            )
+    method = method_class(settings, name=common.method, seed=common.seed)
+    return ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
 
 
 # -------------------------------------------------------------------------------------------- scores and predictions
@@ -246,13 +203,21 @@ def method_predictions(
         predictions, account = method.predict(inputs, subsets)
         predictions = replace(predictions, cost=None)
     if renamed is not None:
-        predictions = _rename_targets(predictions, renamed)
+        columns = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
+        predictions = replace(
+            predictions,
+            units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in columns),
+            values_BE=predictions.values_BE[:, columns],
+            task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
+        )
     method_role: MethodRole = "predictor"
     if method.is_oracle:
         method_role = "supervised oracle"
     elif configured.oracle_selected:
         method_role = "oracle-selected"
-    notes = _account_notes(account)
+    notes = [*account.notes, *(f"{reason}: {n:,}" for reason, n in account.counts.items())]
+    if account.covers:
+        notes.insert(0, f"covers {', '.join(account.covers)}")
     note_line = (f"{configured.label}: {'; '.join(notes)}",) if notes else ()
     return replace(predictions, method=configured.label, method_role=method_role, notes=note_line)
 
@@ -269,39 +234,23 @@ def _predict_by_rows(
     scores = score_rows(configured, inputs, cache)
     account, n_columns = scores.account, scores.shape[1]
     is_broadcast = n_columns == 1 and len(units) != 1  # a score that does not depend on the unit
-    weighting = configured.weighting or method.weighting
-    row_scores = RowScores(configured.label, (ANY_UNIT,) if is_broadcast else units, inputs.n_rows, scores)
-    predictions = row_scores.sum_over(subsets, weighting=weighting, negative=configured.negative_scale)
+    weighting = configured.weighting
+    predictions = sum_row_scores(
+        configured.label,
+        (ANY_UNIT,) if is_broadcast else units,
+        scores,
+        subsets,
+        weighting=weighting,
+        negative=configured.negative_scale,
+    )
     if is_broadcast:
         values_BE = np.repeat(predictions.values_BE, len(units), axis=1)
         predictions = replace(predictions, units=units, values_BE=values_BE)
-    seconds = None if scores.seconds is None else scores.seconds + account.ready
-    wall_and_cpu = (None, None) if seconds is None else (seconds.wall, seconds.cpu)
+    wall_and_cpu = (None, None) if scores.seconds is None else (scores.seconds.wall, scores.seconds.cpu)
     predictions = replace(predictions, cost=Cost(account.features, n_columns, *wall_and_cpu))
     if weighting == "count":
         account = replace(account, notes=(*account.notes, SUM_NOTE))
     return predictions, account
-
-
-def _rename_targets(predictions: Predictions, renamed: Mapping[str, str]) -> Predictions:
-    """Rename the targets of predictions; drop those that `renamed` lacks."""
-    columns = [e for e, (target, _) in enumerate(predictions.units) if target in renamed]
-    return replace(
-        predictions,
-        units=tuple((renamed[predictions.units[e][0]], predictions.units[e][1]) for e in columns),
-        values_BE=predictions.values_BE[:, columns],
-        task_B={renamed[name]: values_B for name, values_B in predictions.task_B.items() if name in renamed},
-    )
-
-
-def _account_notes(account: Account) -> list[str]:
-    """Return phrases for the report: coverage, notes, counts of skipped rows and units."""
-    notes = [*account.notes, *(f"{reason}: {n:,}" for reason, n in account.counts.items())]
-    if account.covers:
-        n_more = len(account.covers) - MAX_COVERED
-        covers = f"covers {', '.join(account.covers[:MAX_COVERED])}"
-        notes.insert(0, covers + (f" and {n_more} more" if n_more > 0 else ""))
-    return notes
 
 
 def score_rows(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path | None = None) -> MethodScores:
@@ -351,11 +300,6 @@ class MethodRows:
     @property
     def array_names(self) -> tuple[str, ...]:
         return (f"relevance_{self.label}",)
-
-    @property
-    def units(self) -> pa.Table:
-        """Units of the artifact."""
-        return self.artifact.units
 
     def unit_columns(self, target: str) -> I64:
         """Return the columns of the target's units."""

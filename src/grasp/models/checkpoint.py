@@ -1,7 +1,7 @@
 """Load Hugging Face checkpoints from disk or from a hub: models, tokenizers, adapters.
 
-A checkpoint is refused if transformers would initialise some of its weights randomly, or if its config needs more
-weights than it has. A PEFT adapter is merged into its base model. Start with `load_causal_lm`.
+A checkpoint is refused if transformers would initialise some of its weights randomly. A PEFT adapter is merged into its
+base model. Start with `load_causal_lm`.
 """
 
 import json
@@ -10,7 +10,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, get_args
@@ -19,7 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from grasp.corpus.sources import IN_MEMORY
@@ -44,9 +43,6 @@ LOADING_ERRORS = (
     # invalid fields of config.json: of a wrong type, zero or negative
     *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
 )
-WIDTH_FIELDS = ("hidden_size", "n_embd", "d_model")
-POSITION_FIELDS = ("max_position_embeddings", "n_positions")
-FREE_POSITIONS = 1 << 28  # positions x width that are always allowed: some models have no table of positions
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -106,7 +102,6 @@ def load_checkpoint(
     """
     name = settings.path if name is None else name
     arguments = _load_arguments("model.path", name, settings)
-    _check_weight_size(Path(arguments["pretrained_model_name_or_path"], arguments.get("gguf_file", "")))
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     model, report = _from_pretrained(auto_class, "model.path", problem, arguments, **options)
     # transformers initialises missing weights randomly, which is useless for a reference model
@@ -131,7 +126,7 @@ def check_readable(name: str) -> None:
 
     Raises:
         ModelError: its weights are quantised, it is no language model (whose missing tokenizer would otherwise be the
-            error), or its config does not fit its weights.
+            error).
     """
     _check_local("model.path", name)
     config = _read_json(Path(name) / "config.json")
@@ -146,7 +141,6 @@ def check_readable(name: str) -> None:
         fault = f"is a {architectures[0]}, not a causal LM{_reader_hint()}"
     if fault:
         raise ModelError(f"model.path: `{name}` {fault}")
-    _check_weight_size(Path(name))
 
 
 def _reader_hint() -> str:
@@ -212,8 +206,7 @@ def _adapter_base(name: str) -> str | None:
     if peft_type not in MERGEABLE_ADAPTERS or not isinstance(base, str):
         raise ModelError(
             f"model.path: `{name}` is an adapter of type {peft_type} for {base}, expected "
-            f"{', '.join(MERGEABLE_ADAPTERS)} "
-            "with the path of its base model"
+            f"{', '.join(MERGEABLE_ADAPTERS)} with the path of its base model"
         )
     check_readable(base)
     return base
@@ -320,11 +313,7 @@ def _load_arguments(field: str, name: str, settings: ModelSettings) -> dict[str,
 
 
 def _check_local(field: str, name: str) -> bool:
-    """Return whether a checkpoint is on disk.
-
-    Raises:
-        ModelError: it is not on disk and its name cannot be that of a repository, or it is not a checkpoint.
-    """
+    """Return whether a checkpoint is on disk; its name may be that of a repository otherwise."""
     path, fault = Path(name), ""
     if name.startswith(IN_MEMORY):
         fault = " is not on disk; pass it again, or save it and pass its directory"
@@ -338,32 +327,6 @@ def _check_local(field: str, name: str) -> bool:
     if fault:
         raise ModelError(f"{field}: `{name}`{fault}")
     return path.exists()
-
-
-def _check_weight_size(path: Path) -> None:
-    """Refuse a config whose sizes exceed the size of the weight files; creating such a model could exhaust memory."""
-    config = _read_json(path / "config.json")
-    # a weight has at least 4 bits
-    max_weights = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
-    for section in (config, *(value for value in config.values() if isinstance(value, dict))):  # e.g. text_config
-        widths = [section[width] for width in WIDTH_FIELDS if isinstance(section.get(width), int)]
-        model_type = section.get("model_type")
-        # a model with learned positions has one row of weights per position
-        is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-        learns_positions = is_known and not any(
-            argument.startswith("rope") for argument in signature(CONFIG_MAPPING[model_type]).parameters
-        )
-        for field, value in section.items():
-            is_size = field in ("vocab_size", "intermediate_size", "n_inner") or re.search(r"layers?$", field)
-            limit = max_weights
-            if field in POSITION_FIELDS and learns_positions:
-                is_size, limit = True, max(max_weights, FREE_POSITIONS)
-            if is_size and isinstance(value, int) and widths and value * max(widths) > limit and max_weights > 0:
-                raise ModelError(
-                    f"model.path: `{path}` has a config.json with {field} {value:,} and a width of {max(widths):,}, "
-                    "for "
-                    "which it has too few weights; fix the config, or save the whole checkpoint again"
-                )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -117,41 +117,29 @@ def layers_of(model: ReferenceModel, parameter_names: Iterable[str]) -> LayerSet
     names_by_users: dict[tuple[int, ...], list[str]] = {}
     for name, users in owners.items():
         names_by_users.setdefault(tuple(id(module) for _, module in users), []).append(name)
+    head_type, inner_modules = type(model.head.linear).__name__, set(model.head.linear.modules()) - {model.head.linear}
     blocks: list[Block] = []
     modules: list[tuple[nn.Module, int]] = []
     for names in names_by_users.values():
         users = owners[names[0]]
-        _check_whole_head(model, names[0], [module for _, module in users])
+        using = [module for _, module in users]
+        fault = ""  # the output layer, which is not called during a pass, is selected as one complete matrix
+        if model.head.linear in using and not model.head.is_weight:
+            fault = f"{names[0]}: the logits are not those of the complete weight ({head_type})"
+        elif any(module in inner_modules for module in using):
+            fault = f"{names[0]} is inside the output layer ({head_type}), which is supported as a whole only"
+        if fault:
+            raise UnsupportedLayerError(fault, names[0])
         roles = {canonical[id(parameter)]: role for role, parameter in users[0][1].named_parameters(recurse=False)}
-        modules += [(module, len(blocks)) for _, module in users]
-        is_head = [module for _, module in users] == [model.head.linear]
-        blocks.append(_block(tuple(names), users, roles, is_head))
+        modules += [(module, len(blocks)) for module in using]
+        blocks.append(_block(tuple(names), users, roles, is_head=using == [model.head.linear]))
     return LayerSet(tuple(blocks), tuple(modules), sum(parameter.numel() for parameter in root.parameters()))
 
 
-def _check_whole_head(model: ReferenceModel, name: str, users: Sequence[nn.Module]) -> None:
-    """Check that the output layer, which is not called during a pass, is selected as one complete matrix."""
-    linear, kind = model.head.linear, type(model.head.linear).__name__
-    fault = ""
-    if linear in users and not model.head.is_weight:
-        fault = f"{name}: the logits are not those of the complete weight ({kind}), so its gradient is not supported"
-    elif any(user in list(linear.modules())[1:] for user in users):
-        fault = f"{name} is inside the output layer ({kind}), which is supported as a whole only"
-    if fault:
-        raise UnsupportedLayerError(fault, name)
-
-
 def _block(
-    names: tuple[str, ...], users: Sequence[tuple[str, nn.Module]], roles: Mapping[str, str], is_head: bool
+    names: tuple[str, ...], users: Sequence[tuple[str, nn.Module]], roles: Mapping[str, str], *, is_head: bool
 ) -> Block:
-    """Return the block of parameters that are used by the same modules.
-
-    Args:
-        names: canonical names of the parameters.
-        users: name and module of each use.
-        roles: names of the parameters within the first of these modules, e.g. weight.
-        is_head: whether the module is the output layer.
-    """
+    """Return the block of parameters that are used by the same modules; `roles` are their names in the first one."""
     name, module = users[0]
     kinds: tuple[Kind, ...] = tuple(
         "linear"
@@ -251,7 +239,7 @@ class PerExample:
                 self._body.setdefault(module, []).append(number)
         self.pass_positions = False  # whether to pass `position_ids` of every row to the model
         self.probing = True
-        self._errors: list[UnsupportedLayerError] = []  # errors found while probing
+        self.errors: list[UnsupportedLayerError] = []  # errors found while probing
         length = min(6, model.context or 6)
         ids = np.arange(2 * length, dtype=np.int32).reshape(2, length) % model.vocab_size
         calls: list[int] = []
@@ -270,17 +258,13 @@ class PerExample:
         self.calls = tuple(
             calls.count(number) for number in range(len(layers.blocks))
         )  # uses of each block in one pass
-        failed = dict.fromkeys(layer for error in self._errors for layer in error.layers)
+        failed = dict.fromkeys(layer for error in self.errors for layer in error.layers)
         unused = [block.name for block, uses in zip(layers.blocks, self.calls, strict=True) if uses == 0]
         if unused := [name for name in unused if name not in failed]:
             reason = f"{', '.join(unused[:3])} does not affect the loss of a row, so it has no gradient"
-            self._errors.append(UnsupportedLayerError(reason, *unused))
-        if self._errors:
-            raise UnsupportedLayerError(self._errors[0].reason, *failed, *unused)
-
-    def record_unsupported(self, error: UnsupportedLayerError) -> None:
-        """Record a layer without per-example gradients, to report all of them after the probing pass."""
-        self._errors.append(error)
+            self.errors.append(UnsupportedLayerError(reason, *unused))
+        if self.errors:
+            raise UnsupportedLayerError(self.errors[0].reason, *failed, *unused)
 
     def batches(self, examples: Sequence[Example], batch_tokens: int | None = None) -> list[I64]:
         """Return the indices of the examples of each batch; the default size is that of the model."""
@@ -362,8 +346,6 @@ class PerExample:
         consume: Consumer,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean losses, means of 1 - p of the label, and the gradient with respect to hidden states.
-
-        The batch is processed in chunks of bounded size of the logits.
 
         In bfloat16 and float16 the gradient is that of the sum over labels, since the mean over thousands of labels
         would underflow or lose digits; the hooks multiply by the scale in float32.
@@ -451,7 +433,7 @@ class _Hooks:
         except UnsupportedLayerError as err:
             if not self._engine.probing:
                 raise
-            self._engine.record_unsupported(err)  # go on, to find all such layers in one pass
+            self._engine.errors.append(err)  # go on, to find all such layers in one pass
             return None
 
     def _track(

@@ -73,19 +73,19 @@ class OutputHead:
                 f"{type(self.linear).__name__}: the output head is quantised to {weight.dtype}, expected float; build "
                 "with --set features.kernels=[output_layer]"
             )
-        if not self.is_plain and self._effective_matrix.matrix is not None:
-            return self._effective_matrix.matrix
+        if not self.is_plain and (matrix_VH := self._effective_matrix[0]) is not None:
+            return matrix_VH
         return weight.detach()[: self.classes]
 
     @property
     def is_weight(self) -> bool:
         """Return whether h (x) xi is the gradient with respect to the complete weight of the layer."""
-        return self.classes is None and (self.is_plain or self._effective_matrix.matrix is None)
+        return self.classes is None and (self.is_plain or self._effective_matrix[0] is None)
 
     @property
     def factor_V(self) -> Tensor | None:  # noqa: N802 - a shape suffix
         """Return the factor between each row of A and of W, (V,), float32 or float64; None: A is `matrix`."""
-        return None if self.is_plain else self._effective_matrix.factor_V
+        return None if self.is_plain else self._effective_matrix[1]
 
     @cached_property
     def mean_H(self) -> Tensor:  # noqa: N802 - a shape suffix
@@ -112,21 +112,16 @@ class OutputHead:
         return slope if self.factor_V is None else slope * self.factor_V
 
     @cached_property
-    def _effective_matrix(self) -> "_EffectiveMatrix":
+    def _effective_matrix(self) -> tuple[Tensor | None, Tensor | None]:
         return _effective_matrix(self.linear, self.classes)
 
 
-@dataclass(frozen=True, slots=True)
-class _EffectiveMatrix:
-    """The matrix with which a linear module that is not an `nn.Linear` multiplies its input."""
-
-    matrix: Tensor | None = None  # (V, H); None: the weight, with its rows multiplied by the factors
-    factor_V: Tensor | None = None  # None: all factors are 1
-
-
 @torch.no_grad()
-def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatrix:
-    """Compute the effective matrix A of a module from its outputs for multiples of unit vectors.
+def _effective_matrix(linear: nn.Module, classes: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the effective matrix A of a linear module from its outputs for multiples of unit vectors.
+
+    Returns:
+        A, (V, H), or None if its rows are those of the weight times factors; these factors, (V,), or None if all are 1.
 
     Raises:
         ModelError: the module is not linear in its input.
@@ -153,7 +148,7 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
     eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another dtype
     rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE_SCALE)
     if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
-        return _EffectiveMatrix()
+        return None, None
     squares_V = weight_VH.to(work).square().sum(dim=1).clamp(min=torch.finfo(work).tiny)
     factor_V = (matrix_VH.to(work) * weight_VH.to(work)).sum(dim=1) / squares_V
     if (
@@ -165,8 +160,8 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> _EffectiveMatri
             hidden_PH.to(work) @ weight_VH.to(work).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
         )
     ):
-        return _EffectiveMatrix(factor_V=factor_V[:classes])
-    return _EffectiveMatrix(matrix=matrix_VH[:classes].to(dtype).contiguous())
+        return None, factor_V[:classes]
+    return matrix_VH[:classes].to(dtype).contiguous(), None
 
 
 def output_layer(model: nn.Module) -> nn.Module:

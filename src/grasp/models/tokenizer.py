@@ -265,16 +265,16 @@ class HfTokenizer:
         return str(PLACEHOLDER_ARGUMENTS) in text or json.dumps(json.dumps(PLACEHOLDER_ARGUMENTS)) in text
 
     def _render(self, conversation: Conversation, **options: Any) -> tuple[str, list[Span]]:
-        """Render turns as text, and return the spans that the template marks as the assistant's.
-
-        Raises:
-            UnusableConversationError: the template rejects the turns.
-        """
+        """Render turns as text, and return the spans that the template marks as the assistant's."""
         jinja = require("jinja2", extra="chat", feature="a chat template")
         tools = list(conversation.tools) or None
         template = self.tokenizer.get_chat_template(None, tools)
         if CLOCK_FUNCTION in template:
-            template = _clock_macro(self.chat_date) + template
+            # transformers does not pass functions to templates, so a macro gives midnight of a fixed day; Jinja trims
+            # the line break at its end
+            moment = datetime.combine(self.chat_date, time())
+            changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
+            template = f"{{%- macro {CLOCK_FUNCTION}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n{template}"
         has_marks = GENERATION_BLOCK.search(template) is not None
         try:
             (text,), marked = render_jinja_template(
@@ -360,10 +360,12 @@ class HfTokenizer:
         the turn after the first word.
         """
         words = {k - 1: f"{PLACEHOLDER}{k}." for k in assistant_turns}
-        turns = [
-            {**turn, "content": _with_word(turn["content"], words[k])} if k in words else turn
-            for k, turn in enumerate(conversation.turns)
-        ]
+        turns = list(conversation.turns)
+        for k, word in words.items():
+            if k >= 0:  # in the middle of the content, since templates inspect the beginning and the end of a turn
+                content = turns[k]["content"] if isinstance(turns[k]["content"], str) else ""
+                middle = len(content) // 2
+                turns[k] = {**turns[k], "content": content[:middle] + word + content[middle:]}
         text_with_words, spans = self._render(replace(conversation, turns=tuple(turns)))
         positions = [text_with_words.find(word) for word in words.values()]
         if (
@@ -378,13 +380,8 @@ class HfTokenizer:
     def _omitted_parts(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
         """Return the parts of an answer that the template omits completely or partially, as keys of `text.SKIPPED`.
 
-        Args:
-            conversation: turns and tools.
-            k: index of the turn.
-            answer: span of the answer; its beginning, e.g. `<think>`, may be part of the prompt.
-            text: text of the whole conversation; a template may render the reasoning without marking it.
-        Raises:
-            UnusableConversationError: the template omits the whole answer.
+        The beginning of the span of the answer, e.g. `<think>`, may be part of the prompt; a template may render the
+        reasoning without marking it. An answer that is omitted completely is an error.
         """
         turn = conversation.turns[k]
         parts = {name: part for name, part in answer_parts(turn).items() if part}
@@ -422,16 +419,6 @@ class HfTokenizer:
         self.tokenizer.save_pretrained(directory)
 
 
-def _clock_macro(today: date) -> str:
-    """Return a Jinja macro that replaces `strftime_now` by midnight of a fixed day.
-
-    transformers does not pass functions to templates. Jinja trims the line break at the end.
-    """
-    moment = datetime.combine(today, time())
-    changes = "".join(f" | replace({name!r}, {moment.strftime(name)!r})" for name in DIRECTIVES)
-    return f"{{%- macro {CLOCK_FUNCTION}(format) -%}}{{{{ format{changes} }}}}{{%- endmacro %}}\n"
-
-
 def _shared_length(*texts: str) -> int:
     """Return the number of characters at the beginning that texts have in common."""
     pairs = enumerate(zip(*texts, strict=False))
@@ -445,14 +432,6 @@ def _contains(text: str, part: object) -> bool:
     return any(
         "".join(form.split()) in text_without_spaces for form in (words, json.dumps(words, ensure_ascii=False)[1:-1])
     )
-
-
-def _with_word(content: Any, word: str) -> str:
-    """Insert a word in the middle of a content, since templates inspect the beginning and the end of a turn."""
-    if not isinstance(content, str):
-        return word
-    middle = len(content) // 2
-    return content[:middle] + word + content[middle:]
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

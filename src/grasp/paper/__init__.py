@@ -1,9 +1,9 @@
 """Interactions between rows: the geometry terms of the paper, in addition to the additive relevance of rows.
 
-Optional subpackage; imported lazily through `grasp.predict.scoring_rule.geometry`, which resolves the names listed in
-`geometry_entry`. Input: an artifact with sketches, and a protocol that weighs their geometry (`protocol`). Output:
-predictions for subsets (`interaction_predictor`), selected rows (`greedy`) and mixtures (`mixture_search`). `calibrate`
-selects a protocol on development runs, `controls` evaluates ablations, `sketch_checks` measures sketch quality.
+Optional subpackage, found through the entry points `grasp.protocols`, `grasp.kernels` and `grasp.commands`. Input: an
+artifact with sketches, and a protocol that weighs their geometry (`protocol`). Output: predictions for subsets
+(`interaction_predictor`). `calibrate` selects a protocol on development runs, `controls` evaluates ablations,
+`sketch_checks` measures the quality of the sketches.
 
 Start with `subset_sums`, which defines the geometric components, then `terms` and `interaction_predictor`.
 """

@@ -35,7 +35,7 @@ def measure_agreement(
     nan if undefined: predictions are constant (for mean_lds, those of every unit).
 
     Args:
-        development: runs and artifacts.
+        development: runs and their artifact.
         candidates: candidates whose agreement is measured.
         criterion: `task_rho` or `mean_lds`, see the module docstring.
         resamples: number of bootstrap resamples of the subsets, R.
@@ -57,21 +57,16 @@ def measure_agreement(
     all_once_1B = np.ones((1, len(utilities.subset_ids)))
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     agreement_CTR = np.empty((len(candidates), len(development.targets), 1 + resamples))
-    for variant in dict.fromkeys(candidate.variant for candidate in candidates):
-        indices = [c for c, candidate in enumerate(candidates) if candidate.variant == variant]
-        values = development.variants[variant].component_values(
-            [candidates[c] for c in indices], development.targets, per_unit=criterion == "mean_lds"
-        )
-        order = _positions_of(utilities.subset_ids, next(iter(values.values())).subset_ids)
-        for t, realized_BE in enumerate(realized):
-            block = max(1, COLUMNS_PER_BLOCK // realized_BE.shape[1])
-            for start in range(0, len(indices), block):
-                group = indices[start : start + block]
-                predicted = [
-                    _predicted(values[candidates[c].settings], candidates[c], t, criterion)[order] for c in group
-                ]
-                agreement_CTR[group, t, :1] = _mean_rho(predicted, realized_BE, all_once_1B)
-                agreement_CTR[group, t, 1:] = _mean_rho(predicted, realized_BE, weights_RB)
+    values = development.predictor.component_values(candidates, development.targets, per_unit=criterion == "mean_lds")
+    position = {name: b for b, name in enumerate(next(iter(values.values())).subset_ids)}
+    order = [position[name] for name in utilities.subset_ids]
+    for t, realized_BE in enumerate(realized):
+        block = max(1, COLUMNS_PER_BLOCK // realized_BE.shape[1])
+        for start in range(0, len(candidates), block):
+            group = slice(start, start + block)
+            predicted = [_predicted(values[each.settings], each, t, criterion)[order] for each in candidates[group]]
+            agreement_CTR[group, t, :1] = _mean_rho(predicted, realized_BE, all_once_1B)
+            agreement_CTR[group, t, 1:] = _mean_rho(predicted, realized_BE, weights_RB)
     return agreement_CTR
 
 
@@ -95,12 +90,6 @@ def _predicted(values: ComponentValues, candidate: Candidate, target: int, crite
     if criterion == "task_rho":
         return values.predict_tasks(candidate)[:, target : target + 1]
     return values.predict_units(candidate)[:, [name == values.targets[target] for name, _ in values.units]]
-
-
-def _positions_of(names: Sequence[str], all_names: Sequence[str]) -> NDArray[np.int64]:
-    """Return the position of each name in `all_names`."""
-    position = {name: b for b, name in enumerate(all_names)}
-    return np.array([position[name] for name in names], dtype=np.int64)
 
 
 def standard_errors(resampled: Sequence[F64]) -> F64:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import ArtifactReader, Opened
-from grasp.paper.candidates import DELTA, ProtocolFamily, family_for, load_family
+from grasp.paper.candidates import ProtocolFamily, family_for, load_family
 from grasp.paper.development_runs import bind_developments
 from grasp.paper.protocol_selection import (
     ProtocolSelection,
@@ -54,7 +54,6 @@ def calibrate(
     *,
     family: ProtocolFamily | Place | None = None,
     target: str | Sequence[str] | None = None,
-    delta: float = DELTA,
     resamples: int = RESAMPLES,
     name: str = "calibrated",
 ) -> Calibration:
@@ -65,7 +64,6 @@ def calibrate(
         runs: development runs.
         family: candidate protocols; default: the built-in family, or its short version if there are few subsets.
         target: one or several targets; default: all targets that are not held out.
-        delta: the bounds of all protocols hold simultaneously with probability 1 - delta.
         resamples: bootstrap resamples of the subsets.
         name: name of the selected protocol.
     Raises:
@@ -86,7 +84,7 @@ def calibrate(
         targets=None if target is None else parse_names(target, artifacts[0].targets),
         calibration_subsets=candidate_family.calibration_subsets,
     )
-    selection = select_protocol(candidate_family, developments, delta=delta, resamples=resamples)
+    selection = select_protocol(candidate_family, developments, resamples=resamples)
     protocol = freeze(selection, developments, candidate_family, name)
     mean_column = f"mean {selection.criterion}"
     bounds = [

@@ -23,8 +23,8 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.paper.candidates import Candidate, ComponentSettings
 from grasp.paper.interaction_predictor import InteractionEffects
-from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
-from grasp.paper.shuffled_pairs import EXACT_ROWS, ShuffledPairs, ShuffledRows
+from grasp.paper.protocol import DEFAULT_CALIBRATION, CalibrationSettings, InteractionProtocol
+from grasp.paper.shuffled_pairs import ShuffledPairs
 from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_moments
 from grasp.paper.subset_sums import WeightSums, required_sketches
@@ -35,7 +35,6 @@ from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions, Weighting
 from grasp.runs.training_runs import TrainingRuns
 
-DEFAULT_CALIBRATION = "uniform:0.5"
 SHUFFLED_PREFIX = "shuffled "  # name prefix of components of shuffled pairs
 
 
@@ -211,7 +210,7 @@ class CandidatePredictor(Alignment):
         if not components:
             return {}
         protocol = settings.protocol([], components)
-        resolved = protocol.resolved_for(self.source.array_names, self.source.feature_settings)
+        resolved = protocol.resolved_for(self.source)
         sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
         terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
         z_of_blocks = [
@@ -258,10 +257,10 @@ class CandidatePredictor(Alignment):
         return CalibrationFamily.from_calibration(self.calibration, self.source)
 
     @cached_property
-    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs | ShuffledRows]]:
+    def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs]]:
         return {}  # filled by `_shuffled_sketch`
 
-    def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs | ShuffledRows]:
+    def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs]:
         """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
         if name not in self._shuffle_cache:
             stored = [
@@ -269,8 +268,7 @@ class CandidatePredictor(Alignment):
             ]
             arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in stored]
             sketch_ND = np.concatenate(arrays, axis=1)
-            shuffle = ShuffledPairs if len(sketch_ND) <= EXACT_ROWS else ShuffledRows
-            self._shuffle_cache[name] = sketch_ND, shuffle.draw(sketch_ND, seed=0)
+            self._shuffle_cache[name] = sketch_ND, ShuffledPairs.draw(sketch_ND, seed=0)
         return self._shuffle_cache[name]
 
 

@@ -22,7 +22,7 @@ from grasp.errors import ProtocolError
 from grasp.files import atomic_path
 from grasp.paper.protocol import COMPONENT, InteractionProtocol, Standardize
 from grasp.paper.subset_sums import Kind, SketchName, required_sketches
-from grasp.predict.scoring_rule import KernelName, Requirements, ScoringProtocol
+from grasp.predict.scoring_rule import KernelName, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
@@ -68,7 +68,6 @@ class Candidate:
     settings: ComponentSettings
     match: tuple[tuple[KernelName, float], ...]  # kernels of the relevance, with their weights
     components: tuple[tuple[str, float], ...]  # geometric components such as `joint.pair`, with their weights omega
-    variant: str = ""  # name of the feature settings that it requires; empty if there is only one artifact
     shuffled: bool = False
 
     @property
@@ -79,20 +78,16 @@ class Candidate:
             kernels += f" (negative x {self.settings.negative:g})"
         geometry = ", ".join(f"{omega:+g} {name}" for name, omega in self.components) or "no geometry"
         parts = [self.settings.side, self.settings.weighting, kernels or "no relevance", geometry, self.settings.task]
-        return " | ".join(parts + ["shuffled"] * self.shuffled + [self.variant] * bool(self.variant))
+        return " | ".join(parts + ["shuffled"] * self.shuffled)
 
     @property
     def n_terms(self) -> int:
         """Number of kernels and components; ties in selection go to the candidate with fewer."""
         return len(self.match) + len(self.components)
 
-    def protocol(self, name: str, requires: Requirements, **fields: Any) -> ScoringProtocol:
-        """Return the candidate as a protocol.
+    def protocol(self, name: str, **fields: Any) -> ScoringProtocol:
+        """Return the candidate as a protocol with a name and further fields.
 
-        Args:
-            name: name of the protocol.
-            requires: feature settings that an artifact must have.
-            fields: further fields of the protocol.
         Raises:
             ProtocolError: it is a control without relevance, or with shuffled pairs.
         """
@@ -100,8 +95,7 @@ class Candidate:
             raise ProtocolError(f"{self.name}: a control cannot be frozen as a protocol; select from a full family")
         with_settings = self.settings.protocol([kernel for kernel, _ in self.match], ())
         return with_settings.model_copy(
-            update={"name": name, "match": dict(self.match), "components": dict(self.components), "requires": requires}
-            | fields
+            update={"name": name, "match": dict(self.match), "components": dict(self.components)} | fields
         )
 
 
@@ -111,7 +105,7 @@ def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate
     Raises:
         ProtocolError: the artifact does not fit the protocol.
     """
-    resolved = protocol.resolved_for(source.array_names, source.feature_settings)
+    resolved = protocol.resolved_for(source)
     assert isinstance(resolved.match, dict)
     match = tuple(resolved.match.items())
     if not isinstance(resolved, InteractionProtocol):
@@ -211,12 +205,9 @@ class ProtocolFamily(Settings):
             )
         return sets
 
-    def members(self, array_names: Sequence[str], variant: str = "") -> tuple[tuple[Candidate, ...], int]:
+    def members(self, array_names: Sequence[str]) -> tuple[tuple[Candidate, ...], int]:
         """Return the candidates for which an artifact has all arrays, without duplicates, and the number of others.
 
-        Args:
-            array_names: arrays of the artifact.
-            variant: name of the feature settings of the artifact, if several are compared.
         Raises:
             ProtocolError: more than MAX_MEMBERS candidates.
         """
@@ -234,7 +225,7 @@ class ProtocolFamily(Settings):
         if count > MAX_MEMBERS:
             raise ProtocolError(f"family: {count:,} protocols, expected at most {MAX_MEMBERS:,}; shorten the lists")
         candidates = dict.fromkeys(
-            Candidate(settings, match, components, variant, self.shuffled)
+            Candidate(settings, match, components, self.shuffled)
             for settings in all_settings
             for match in matches
             for components in weighted_components

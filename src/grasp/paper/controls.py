@@ -22,6 +22,7 @@ from grasp.paper.candidates import (
 )
 from grasp.paper.development_runs import Development, bind_developments
 from grasp.paper.protocol_selection import select_protocol
+from grasp.paper.shuffled_pairs import MAX_ROWS
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import targets_selected_on
 from grasp.predict.weights import Side
@@ -102,13 +103,16 @@ def control_methods(
     """
     families = {control.name: family.restricted(control) for control in CONTROLS}
     families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
-    array_names_of = [predictor.source.array_names for dev in developments for predictor in dev.variants.values()]
+    sources = [development.predictor.source for development in developments]
     results = ", ".join(name for dev in developments for name in dev.results)
     selected: dict[str, Candidate] = {}
     notes = [f"weights of every control were selected on {results}"]
     for name, restricted in families.items():
-        if not all(restricted.members(array_names)[0] for array_names in array_names_of):
+        if not all(restricted.members(source.array_names)[0] for source in sources):
             notes.append(f"control {name}: skipped; no protocol of the family remains")
+            continue
+        if restricted.shuffled and max(source.n_rows for source in sources) > MAX_ROWS:
+            notes.append(f"control {name}: skipped; more than {MAX_ROWS:,} rows have too many pairs")
             continue
         selected[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
         notes.append(f"control {name}: {selected[name].name}")

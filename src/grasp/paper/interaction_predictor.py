@@ -34,6 +34,7 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd
 from grasp.paper.protocol import InteractionProtocol
 from grasp.paper.sketches import SketchWithNorms
@@ -53,7 +54,7 @@ from grasp.predict.predictor import (
     unit_effects,
     unit_relevance_to_effect,
 )
-from grasp.predict.scoring_rule import REPLAY, kernel_weights
+from grasp.predict.scoring_rule import kernel_weights
 from grasp.predict.weights import Weights
 
 
@@ -68,28 +69,6 @@ class InteractionSums(SubsetSums):
     def weight_sums(self) -> WeightSums:
         """Sums of weights, which weighting `mean` divides by."""
         return WeightSums(self.effective_B, self.omitted_B, self.n_rows)
-
-
-def _interaction_sums(
-    n_rows: int,
-    *,
-    weight_B: F64,
-    n_retained_B: F64,
-    omitted_B: F64,
-    effect_BT: F64,
-    sketch_sums: Mapping[str, SketchSums],
-) -> InteractionSums:
-    """Create the sums of subsets whose rows keep their weights."""
-    return InteractionSums(
-        n_rows=n_rows,
-        weight_B=weight_B,
-        n_retained_B=n_retained_B,
-        effective_B=weight_B,
-        effect_BT=effect_BT,
-        sketch={name: sums.total_BD for name, sums in sketch_sums.items()},
-        omitted_B=omitted_B,
-        sketch_sums=sketch_sums,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +97,16 @@ class InteractionPredictor(Predictor):
         """Compute the sums of one block of subsets."""
         required = self.sketches if sketch_names is None else sketch_names
         weight_sums = WeightSums.from_weights(weights)
-        return _interaction_sums(
-            self.n_rows,
+        sketch_sums = {name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required}
+        return InteractionSums(
+            n_rows=self.n_rows,
             weight_B=weight_sums.retained_B,
             n_retained_B=weights.sizes.astype(np.float64),
-            omitted_B=weight_sums.omitted_B,
+            effective_B=weight_sums.retained_B,
             effect_BT=self.task.effects.sums(weights),
-            sketch_sums={
-                name: sketch.sketch_sums(weights) for name, sketch in self.sketches.items() if name in required
-            },
+            sketch={name: sums.total_BD for name, sums in sketch_sums.items()},
+            omitted_B=weight_sums.omitted_B,
+            sketch_sums=sketch_sums,
         )
 
     def reweighted(self, sums: SubsetSums, weight: float) -> InteractionSums:
@@ -150,13 +130,14 @@ class InteractionPredictor(Predictor):
             )
             for name, subset in sums.sketch_sums.items()
         }
-        is_dropped = weight == 0.0
-        return _interaction_sums(
-            n_rows,
+        return InteractionSums(
+            n_rows=n_rows,
             weight_B=n_rows + step * size_B,
-            n_retained_B=n_rows - size_B if is_dropped else np.full_like(size_B, n_rows),
-            omitted_B=np.abs(step) * size_B,
+            n_retained_B=n_rows - size_B if weight == 0.0 else np.full_like(size_B, n_rows),
+            effective_B=n_rows + step * size_B,
             effect_BT=step * sums.effect_BT,  # effects add up to 0 over the corpus
+            sketch={name: each.total_BD for name, each in sketch_sums.items()},
+            omitted_B=np.abs(step) * size_B,
             sketch_sums=sketch_sums,
         )
 
@@ -188,27 +169,6 @@ class InteractionPredictor(Predictor):
         gain_E = np.repeat(self.task.gain_C, self.units.counts_T)
         return gain_E * self._relevance_change(sum_BE, offset_E, sums) + self.geometry_change(sums)[:, None]
 
-    def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """Return the part of each kernel (B, T) and component (B,) in a change, and the components themselves, (B,)."""
-        assert isinstance(sums, InteractionSums)
-        parts: dict[str, F64] = {}
-        for name, kernel in self.task_kernels.items():
-            factor_T, mean_T = self.task.relevance_to_effect[name], kernel.rows.mean_C
-            sum_BT = factor_T * (kernel.relevance.sums(weights) - np.outer(sums.effective_B, mean_T))
-            offset_T = factor_T * mean_T if self.protocol.weighting == "count" else np.zeros_like(factor_T)
-            parts[f"part_{name}"] = self.task.gain_C * self._relevance_change(sum_BT, offset_T, sums)
-        contributions = self.terms.contributions(sums.sketch_sums, sums.weight_sums)
-        values = self.terms.values(sums.sketch_sums, sums.weight_sums)
-        parts |= {f"part_{component}": part_B for component, part_B in contributions.items()}
-        return parts | {f"value_{component}": value_B for component, value_B in values.items()}
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Names of the columns that `parts` returns."""
-        components = tuple(self.protocol.components)
-        parts = tuple(f"part_{name}" for name in (*self.task_kernels, *components))
-        return (*parts, *(f"value_{name}" for name in components))
-
     def geometry_change(self, sums: SubsetSums) -> F64:
         """Return the geometry part of a change, (B,); it is the same for every target."""
         assert isinstance(sums, InteractionSums)
@@ -237,12 +197,11 @@ def bind(
     *,
     sketches: Sequence[str],
     per_unit: bool,
-    components: bool,
 ) -> Predictor:
     """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
     family = CalibrationFamily.from_calibration(protocol.calibration, artifact) if protocol.components else None
     sketch_names = sorted({*required_sketches(protocol.components), *sketches})
-    additive = _assemble(artifact, protocol, units, family, per_unit=per_unit, components=components)
+    additive = _assemble(artifact, protocol, units, family, per_unit=per_unit)
     if protocol.is_additive:  # only the order of averaging and standardization differs from a plain protocol
         return replace(additive, sketches={name: load_sketch(artifact, name) for name in sketch_names})
     with_norms = {name: SketchWithNorms(artifact, name) for name in sketch_names}
@@ -265,7 +224,6 @@ def _assemble(
     family: CalibrationFamily | None,
     *,
     per_unit: bool,
-    components: bool,
 ) -> Predictor:
     """Combine the kernels as `assemble_predictor` does; with geometry, each is divided by its spread over the family.
 
@@ -295,7 +253,8 @@ def _assemble(
     }
     scales = scales_of(kernels)
     slopes = slopes_of(protocol, scales)
-    task = RowEffects.of_tasks(slopes, kernels, scales, reuse=not components)
+    # the array of the first kernel is overwritten with the effects
+    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
@@ -305,7 +264,6 @@ def _assemble(
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
         unit_relevance_to_effect=unit_relevance_to_effect(units, slopes, task, unit_factors),
-        task_kernels=kernels if components else {},
         repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=None,
@@ -315,38 +273,11 @@ def _assemble(
 
 
 def _interaction_effects(rows: RowEffects, terms: GeometryTerms) -> InteractionEffects:
-    """Return effects of rows with gain and offset, and the prediction for the whole corpus, `corpus_C`."""
-    protocol, n_rows = terms.protocol, terms.n_rows
-    sums_rows = protocol.weighting == "count"
-    mean_C = rows.corpus_C  # mean relevance of the rows, in effects
-    sign = _corpus_sign(protocol)
-    if protocol.components:
+    """Return effects of rows with gain and offset."""
+    sums_rows = terms.protocol.weighting == "count"
+    mean_C = rows.raw_mean_std.mean_C * rows.raw_mean_std.inverse_std_C  # mean relevance of the rows, in effects
+    gain_C = np.full(len(mean_C), 1.0 / terms.n_rows if sums_rows else 1.0)
+    if terms.protocol.components:
         gain_C = rows.raw_mean_std.std_C
-        corpus_C = (sign * n_rows if sums_rows else sign) * rows.raw_mean_std.mean_C - _family_mean(rows, protocol)
-        corpus_C = corpus_C + sum(protocol.components[name] * z for name, z in terms.corpus_z().items())
-    else:
-        gain_C, corpus_C = np.full(len(mean_C), 1.0 / n_rows if sums_rows else 1.0), sign * mean_C
     shared = {field.name: getattr(rows, field.name) for field in fields(RowEffects)}
-    overrides = {"corpus_C": corpus_C, "gain_C": gain_C, "offset_C": mean_C if sums_rows else np.zeros_like(mean_C)}
-    return InteractionEffects(**shared | overrides)
-
-
-def _corpus_sign(protocol: InteractionProtocol) -> float:
-    """Return the sign with which the mean relevance of all rows enters A of the corpus.
-
-    On the omitted side of the corpus no row remains: the sum is 0, and the mean over zero rows, which is undefined, is
-    set to that of a random subset, whose expected change is 0.
-    """
-    if protocol.side == "retained":
-        return 1.0
-    return 0.0 if protocol.weighting == "count" else -1.0
-
-
-def _family_mean(rows: RowEffects, protocol: InteractionProtocol) -> F64:
-    """Return the mean over the calibration family of the sum of the kernels, each divided by its standard deviation."""
-    weighted_means = [
-        weight * rows.scales[name].inverse_std_C * rows.scales[name].mean_C
-        for name, weight in kernel_weights(protocol).items()
-        if name in rows.relevance_to_effect
-    ]
-    return np.asarray(np.sum(weighted_means, axis=0))
+    return InteractionEffects(**shared, gain_C=gain_C, offset_C=mean_C if sums_rows else np.zeros_like(mean_C))

@@ -155,12 +155,11 @@ class InteractionProtocol(RegisteredProtocol):
         *,
         sketches: Sequence[str],
         per_unit: bool,
-        components: bool,
     ) -> Predictor:
         """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
         from grasp.paper.interaction_predictor import bind  # noqa: PLC0415 - it imports this module
 
-        return bind(artifact, self, units, sketches=sketches, per_unit=per_unit, components=components)
+        return bind(artifact, self, units, sketches=sketches, per_unit=per_unit)
 
     def checks(self, sample: Any) -> list[Any]:
         """Return checks of the pooled kernel, and of the sketches if the protocol has geometric components."""

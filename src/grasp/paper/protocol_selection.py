@@ -5,9 +5,9 @@ Start with `select_protocol`. Every member of a finite family (`candidates`) is 
 mean over results is a bootstrap estimate: subsets are resampled within every environment (the same draws for all of its
 targets and for all members), and if there are two or more environments, these are resampled too. With K members,
 
-    LCB = mean - z_(1 - delta/K) SE,
+    LCB = mean - z_(1 - DELTA/K) SE,
 
-so that all bounds hold simultaneously with confidence 1 - delta (Bonferroni). The member with the largest LCB is
+so that all bounds hold simultaneously with confidence 1 - DELTA (Bonferroni). The member with the largest LCB is
 selected; ties go to fewer terms (kernels and components), then to the order of the family.
 
 Shape letters: C candidates, T targets, R resamples.
@@ -28,11 +28,10 @@ from grasp.arrays import F64
 from grasp.errors import ProtocolError
 from grasp.files import write_atomically
 from grasp.paper.agreement import measure_agreement, standard_errors
-from grasp.paper.candidate_predictor import DEFAULT_CALIBRATION
 from grasp.paper.candidates import DELTA, Candidate, ProtocolFamily
 from grasp.paper.development_runs import Development
-from grasp.paper.protocol import CalibrationSettings
-from grasp.predict.scoring_rule import Requirements, ScoringProtocol
+from grasp.paper.protocol import DEFAULT_CALIBRATION, CalibrationSettings
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.runs.metrics import RESAMPLES
 
 TIE_TOLERANCE = 1e-9  # bounds that differ by less are equal
@@ -58,8 +57,7 @@ class ProtocolSelection:
     criterion: str
     undefined: Mapping[str, int]  # by reason: candidates whose criterion is undefined on a result
     not_served: int  # candidates that require arrays which an artifact lacks
-    delta: float
-    z: float  # z_(1 - delta/K)
+    z: float  # z_(1 - DELTA/K)
     resamples: int
     results: tuple[str, ...]  # development results, as `environment/target`
 
@@ -72,33 +70,31 @@ def select_protocol(
     family: ProtocolFamily,
     developments: Sequence[Development],
     *,
-    delta: float = DELTA,
     resamples: int = RESAMPLES,
 ) -> ProtocolSelection:
     """Select the member of the family with the highest lower confidence bound of mean agreement.
 
-    If every environment has artifacts of several feature settings, these are selected too.
-
     Args:
         family: candidate protocols.
         developments: development runs with their artifacts.
-        delta: the bounds of all candidates hold simultaneously with probability 1 - delta.
         resamples: bootstrap resamples of the subsets.
     Raises:
         ProtocolError: fewer than two development results (the bound is undefined), no candidate for which all
             artifacts have the arrays, no candidate with varying predictions, or constant utilities.
     """
-    developments = _sort_by_environment(developments)
+    paths = [development.runs.path for development in developments]  # those of one environment become adjacent
+    developments = sorted(developments, key=lambda development: paths.index(development.runs.path))
     results = tuple(name for development in developments for name in development.results)
     if len(set(results)) < len(results):
-        raise ProtocolError(f"selection: results {list(results)} contain duplicates; pass each result once")
+        raise ProtocolError(
+            f"selection: results {list(results)} contain duplicates; pass each environment once, with one artifact of "
+            "each target"
+        )
     if len(results) < 2:
         raise ProtocolError(
             f"selection: got {len(results)} development results {list(results)}, expected at least 2 (environment x "
             "target), otherwise the bound is undefined"
         )
-    if not 0 < delta < 1:
-        raise ProtocolError(f"selection: delta is {delta}, expected a number between 0 and 1")
     candidates, not_served = _candidates(family, developments)
     # per environment: the criterion itself at index 0 of the last axis, then its bootstrap resamples
     agreements = _agreement_by_environment(developments, candidates, family, resamples)
@@ -106,7 +102,7 @@ def select_protocol(
     defined_C = np.isfinite(value_CT).all(axis=1)
     if not defined_C.any():
         raise ProtocolError("selection: no candidate has a rho on every development result; predictions are constant")
-    z = float(ndtri(1 - delta / len(candidates)))
+    z = float(ndtri(1 - DELTA / len(candidates)))
     se_C = standard_errors([agreement_CTR[:, :, 1:] for agreement_CTR in agreements])
     scores = [
         Score(
@@ -122,17 +118,10 @@ def select_protocol(
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
         not_served=not_served,
-        delta=delta,
         z=z,
         resamples=resamples,
         results=results,
     )
-
-
-def _sort_by_environment(developments: Sequence[Development]) -> list[Development]:
-    """Sort developments so that those of one environment are adjacent, in order of first appearance."""
-    paths = [development.runs.path for development in developments]
-    return sorted(developments, key=lambda development: paths.index(development.runs.path))
 
 
 def _agreement_by_environment(
@@ -163,20 +152,12 @@ def freeze(
         ProtocolError: the family is that of a control without relevance, or with shuffled pairs.
     """
     candidate = selection.best.candidate
-    predictor = developments[0].variants[candidate.variant]
-    has_variants = len(developments[0].variants) > 1
-    required = {
-        field: predictor.source.feature_settings.get(field)
-        for field in Requirements.model_fields
-        if has_variants and f"{field}=" in candidate.variant
-    }
-    specs = {development.variants[candidate.variant].calibration.family for development in developments}
+    specs = {development.predictor.calibration.family for development in developments}
     spec = family.frozen_calibration
     if spec == "same":
         spec = specs.pop() if len(specs) == 1 else DEFAULT_CALIBRATION
     return candidate.protocol(
         name,
-        Requirements.model_validate(required),
         calibration=CalibrationSettings(family=spec, n_subsets=family.calibration_subsets),
         selected_on=selection.results,
         selected_runs={
@@ -193,7 +174,7 @@ def selection_provenance(
     return {
         "made_by": f"grasp {grasp.__version__}",
         "rule": f"highest mean - z SE of {selection.criterion}; ties to fewer components",
-        "delta": selection.delta,
+        "delta": DELTA,
         "z": selection.z,
         "resamples": selection.resamples,
         "family": family.model_dump(mode="json"),
@@ -233,32 +214,16 @@ def _describe(development: Development) -> dict[str, Any]:
         "corpus": info.corpus_fingerprint,
         "masks": info.masks_checksum,
         "targets": {name: info.targets[name].fingerprint for name in development.targets},
-        "artifacts": {
-            variant or "only": dict(predictor.source.manifest.fingerprints)
-            for variant, predictor in development.variants.items()
-        },
+        "artifacts": {"only": dict(development.predictor.source.manifest.fingerprints)},
     }
 
 
 def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:
-    """Return the members of the family that all environments can compute, and the number of other members.
-
-    Members are listed for every variant (feature settings) of which all environments have an artifact.
-    """
-    variants = [name for name in developments[0].variants if all(name in item.variants for item in developments)]
-    if not variants:
-        raise ProtocolError(
-            f"selection: feature settings {[list(item.variants) for item in developments]} have none in common; build "
-            "artifacts of the same settings for every environment"
-        )
-    candidates: list[Candidate] = []
-    total = 0
-    for variant in variants:
-        per_environment = [family.members(item.variants[variant].source.array_names, variant) for item in developments]
-        in_all = set.intersection(*(set(members) for members, _ in per_environment))
-        members, n_others = per_environment[0]
-        candidates += [candidate for candidate in members if candidate in in_all]
-        total += len(members) + n_others
+    """Return the members of the family that all environments can compute, and the number of other members."""
+    members_of = [family.members(development.predictor.source.array_names) for development in developments]
+    in_all = set.intersection(*(set(members) for members, _ in members_of))
+    members, n_others = members_of[0]
+    candidates, total = [candidate for candidate in members if candidate in in_all], len(members) + n_others
     if not candidates:
         raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
     return candidates, total - len(candidates)

@@ -2,7 +2,7 @@
 
 The geometry of a subset with weights w is ``K_raw = |sum_i w_i phi_i|^2 = K_self + K_pair`` with the sketches phi_i of
 its rows (`subset_sums`). If a predictor with shuffled pairs is as good as the full one, its pair geometry carries no
-information. Start with `ShuffledPairs`; `ShuffledRows` replaces it for large corpora.
+information. Start with `ShuffledPairs`.
 
 Shape letters: B subsets, N rows, D sketch width.
 """
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial.distance import squareform
 
 from grasp.arrays import F32, F64
 from grasp.errors import ShapeError
 from grasp.seeds import stream
 
-EXACT_ROWS = 12_000  # up to this many rows, all pair similarities are permuted: 4 bytes per pair, 288 MB
+MAX_ROWS = 12_000  # 4 bytes per element of the matrix: 576 MB
 BLOCK_ROWS = 256
 
 
@@ -28,65 +29,26 @@ class ShuffledPairs:
     matrix: K_pair may be lower than -K_self, i.e. K_raw negative.
     """
 
-    n_rows: int
-    condensed: F32  # the upper triangle of the matrix, row by row, filled with the similarities in random order
+    gram_NN: F32  # symmetric, 0 on the diagonal
 
     @classmethod
     def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
-        """Permute the pair similarities of a sketch. Memory: 2 N^2 bytes; time: O(N^2 D).
+        """Permute the pair similarities of a sketch. Time: O(N^2 D); memory: 10 N^2 bytes.
 
         Raises:
-            ShapeError: more than EXACT_ROWS rows.
+            ShapeError: more than MAX_ROWS rows.
         """
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
-        n_rows = len(sketch_ND)
-        if n_rows > EXACT_ROWS:
-            raise ShapeError(f"shuffled pairs: got {n_rows} rows, expected at most {EXACT_ROWS}; shuffle rows instead")
-        condensed = np.empty(n_rows * (n_rows - 1) // 2, dtype=np.float32)
-        end = 0
-        for first_row in range(0, n_rows, BLOCK_ROWS):
-            block = sketch_ND[first_row : first_row + BLOCK_ROWS] @ sketch_ND.T
-            for i, row in enumerate(block, start=first_row):
-                begin, end = end, end + n_rows - 1 - i
-                condensed[begin:end] = row[i + 1 :]
+        if len(sketch_ND) > MAX_ROWS:
+            raise ShapeError(f"shuffled pairs: got {len(sketch_ND)} rows, expected at most {MAX_ROWS}")
+        condensed = squareform(sketch_ND @ sketch_ND.T, force="tovector", checks=False)  # the upper triangle by rows
         stream(seed, "fidelity", "pair-shuffled").shuffle(condensed)
-        return cls(n_rows, condensed)
-
-    def k_pair(self, weights_BN: NDArray[np.floating]) -> F64:
-        """Return K_pair = 2 sum_{i<j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
-        weights_BN = np.asarray(weights_BN, dtype=np.float64)
-        if weights_BN.shape[1] != self.n_rows:
-            raise ShapeError(f"shuffled pairs: weights {weights_BN.shape} for {self.n_rows} rows")
-        total_B = np.zeros(len(weights_BN))
-        end = 0
-        for first_row in range(0, self.n_rows, BLOCK_ROWS):
-            last_row = min(first_row + BLOCK_ROWS, self.n_rows)
-            block = np.zeros((last_row - first_row, self.n_rows))  # rows of the upper triangle; 0 at j <= i
-            for i in range(first_row, last_row):
-                begin, end = end, end + self.n_rows - 1 - i
-                block[i - first_row, i + 1 :] = self.condensed[begin:end]
-            total_B += np.einsum("bi,bi->b", weights_BN[:, first_row:last_row], weights_BN @ block.T)
-        return np.asarray(2.0 * total_B)
-
-
-@dataclass(frozen=True, slots=True)
-class ShuffledRows:
-    """Sketches reassigned to rows by a random permutation, for corpora with too many pairs for `ShuffledPairs`.
-
-    phi_i is replaced by phi_perm(i) in K_pair only, which permutes rows and columns of the Gram matrix alike: the
-    multiset of pair similarities, the norms and the spectrum are preserved, and the assignment of sketches to rows is
-    destroyed. `ShuffledPairs` also destroys the Gram structure. Does not require an N x N matrix.
-    """
-
-    permuted_ND: NDArray[np.floating]
-
-    @classmethod
-    def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledRows":
-        """Permute the rows of a sketch."""
-        return cls(sketch_ND[stream(seed, "fidelity", "row-shuffled").permutation(len(sketch_ND))])
+        return cls(squareform(condensed))
 
     def k_pair(self, weights_BN: F64) -> F64:
-        """Return K_pair of the permuted sketches, (B,)."""
-        total_BD = weights_BN @ self.permuted_ND
-        self_B = weights_BN**2 @ np.einsum("nd,nd->n", self.permuted_ND, self.permuted_ND)
-        return np.asarray(np.einsum("bd,bd->b", total_BD, total_BD) - self_B)
+        """Return K_pair = sum_{i != j} w_i w_j G_shuffled(ij), (B,). Source: the paper's pair-shuffled control."""
+        total_B = np.zeros(len(weights_BN))
+        for start in range(0, len(self.gram_NN), BLOCK_ROWS):  # in blocks, since the products are in float64
+            block = slice(start, start + BLOCK_ROWS)
+            total_B += np.einsum("bi,bi->b", weights_BN[:, block], weights_BN @ self.gram_NN[block].T)
+        return total_B

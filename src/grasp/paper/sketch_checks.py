@@ -1,100 +1,113 @@
-"""Health checks of sketches and of the pooled kernel for `grasp info --check`, on a sample of the rows.
+"""Health checks of the pooled kernel and of the sketches for `grasp info --check`, on a sample of the rows.
 
-Start with `check_sketches`. The measurements are in `sketch_metrics` and `sketch_accuracy`.
+Start with `check_sketches`. The geometry of a subset with weights w is ``K_raw = sum_ij w_i w_j k_ij``, with an inner
+product k_ij of rows i and j. A sketch estimates it by ``|sum_i w_i phi_i|^2`` (`subset_sums`). The checks compare it
+with the exact k_ij of the sampled rows. h~ are whitened hidden states, xi residuals (predicted probabilities minus the
+one-hot vector of the next token), D a diagonal matrix that weights rare tokens up, and (x) is the outer product:
 
-A *sketch* phi_i is a random projection of a feature vector of row i: of its hidden state (`hidden`), of its residual
-(`residual`), of its gradient of the output layer (`product`), or of the hidden state and the residual side by side
-(`joint`, the direct sum). The geometry of a subset with weights w is ``K_raw = |sum_i w_i phi_i|^2``; it is the sum of
-K_self, its terms with i = j, and K_pair. K_cent is K_raw with phi centred over the corpus. A protocol adds these
-*components*, e.g. ``joint.pair``, to the predicted utility with weights omega. docs/paper_map.md maps them to the
-equations of the paper.
+    sketch      k_ij
+    hidden      <h~_i, h~_j>, averages over positions
+    residual    <D^1/2 xi_i, D^1/2 xi_j>, averages over positions
+    product     <G_i, G_j>, G_i the average of h~_t (x) D^1/2 xi_t: the preconditioned gradient of the output layer
 
-With omega < 0 the predicted gain of a row falls as rows are added, unless the row's phi opposes the sum of the others.
-So selection by a greedy algorithm has a guarantee only if few pairs of rows have a negative inner product.
-
-Shape letters: N rows of the sample, B subsets, E units, D sketch width.
+The pooled kernel replaces G_i by the outer product of the averages, so that k_ij is that of hidden times residual.
+Shape letters: N rows of the sample, P positions, B subsets, E units, H hidden width, V vocabulary, D sketch width.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict
-from math import isnan
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isnan, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, diags_array
 
-from grasp.arrays import F64
+from grasp.arrays import F64, Floats
+from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.inspect.health import SampledArtifact
 from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
-from grasp.paper import sketch_metrics as metrics
+from grasp.inspect.rescoring import SampleFeatures
+from grasp.kernels.whitening import Whitener, second_moments
 from grasp.paper.protocol import InteractionProtocol
-from grasp.paper.sketch_accuracy import CHECKS, ExactKernels, check_accuracy
-from grasp.paper.subset_sums import required_sketches
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.settings import FeatureSettings
 
-SKETCHES = ("hidden", "residual", "product")
-IDENTITY_TOLERANCE = 1e-9  # error of kernels of unit vectors in float64: a larger one is not rounding
+# The stored sketches, with the setting of `features` that is the width of each.
+WIDTH_SETTINGS = {"hidden": "hidden_width", "residual": "residual_width", "product": "residual_width"}
+MIN_RANK_CORRELATION = 0.8  # rank correlation from which a sketch is healthy
 MIN_SUMMARY_SHARE = 0.5
-MIN_RANKS = 0.5
-MAX_MEAN_GAP = 0.1
-MAX_NEGATIVE_SHARE = 0.05
-HEALTHY_SUMMARY = f"{MIN_SUMMARY_SHARE} or more: the summary retains more of the gradient than it loses"
-HEALTHY_ALIGNMENT = (
-    f"at most {MAX_NEGATIVE_SHARE:.0%} of the sum of absolute inner products: gains then diminish as rows are added "
-    "(nearly submodular)"
+MIN_KERNEL_RANKS = 0.5
+BLOCK_ELEMENTS = 4 * 1024 * 1024  # elements of the gradients held in memory at once
+HEALTHY_SKETCH = (
+    f"error at most twice that of a Gaussian sketch of this width, and ranks {MIN_RANK_CORRELATION} or more"
 )
+HEALTHY_SUMMARY = f"{MIN_SUMMARY_SHARE} or more: the summary retains more of the gradient than it loses"
+
+
+@dataclass(frozen=True, slots=True)
+class ExactKernels:
+    """Exact inner products of the sampled rows, whitened and scaled as in the build.
+
+    Attributes:
+        gram_NN: by the name of the sketch that estimates it, (N, N) float64 each.
+        summary_share: share of |G_i|^2 that the outer product of the row's averages retains: their mean squared cosine.
+    """
+
+    gram_NN: Mapping[str, F64]
+    summary_share: float
+
+    @classmethod
+    def from_artifact(cls, artifact: ArtifactReader, features: SampleFeatures) -> "ExactKernels":
+        """Compute the inner products from the features of the sampled rows."""
+        settings = FeatureSettings.model_validate(artifact.feature_settings)
+        # "summary" are moments of averages over positions, "hidden" of single positions; one of them may be missing
+        has_summary, has_positions = (f"{prefix}.count" in artifact.moments for prefix in ("summary", "hidden"))
+        of_averages = second_moments(artifact.moments, "summary" if has_summary else "hidden")
+        of_positions = second_moments(artifact.moments, "hidden" if has_positions else "summary")
+        batch, row_P = features.batch, features.batch.row_P.cpu().numpy()
+        summary = _scaled(Whitener.from_settings(of_averages, settings), features.hidden_NH, features.residual_NV)
+        whitener = Whitener.from_settings(of_positions, settings)
+        positions = _scaled(whitener, batch.hidden_PH.float().cpu().numpy(), features.residual_PV)
+        summary_of_positions = _scaled(whitener, features.hidden_NH, features.residual_NV)
+        hidden_NN, residual_NN = gram_matrices(*summary)
+        product_NN = position_gram(*positions, row_P, features.batch.n_rows)
+        gram_NN = {"hidden": hidden_NN, "residual": residual_NN, "product": product_NN}
+        return cls(gram_NN, rank_one_share(*positions, row_P, *summary_of_positions))
 
 
 def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterator[Check]:
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = sample.artifact, sample.features
-    resolved = protocol.resolved_for(artifact.array_names, artifact.feature_settings)
+    resolved = protocol.resolved_for(artifact)
     # if the model cannot be run on the sample, `features` is the error; checks that need them report its text
     kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(resolved):
-        yield from _check_pooled(sample, kernels)
+        yield _check_summary(sample, kernels)
+        if {"pooled", "output_layer"} <= set(artifact.kernels):
+            yield _compare_kernels(sample)
     if isinstance(resolved, InteractionProtocol) and resolved.components:
-        yield from _check_geometry(sample, kernels, resolved)
+        for name in WIDTH_SETTINGS:
+            yield _check_sketch(sample, kernels, name)
 
 
-def _sketch(sample: SampledArtifact, sketch_name: str) -> F64:
-    """Return a sketch as stored: scaled by a gain, so that its mean squared norm over the corpus is 1, (N, D)."""
-    return sample.array(f"{sketch_name}_sketch")
-
-
-def _stored_sketches(sample: SampledArtifact) -> tuple[str, ...]:
-    return tuple(name for name in SKETCHES if f"{name}_sketch" in sample.artifact.array_names)
-
-
-# ------------------------------------------------------------------------------------------------------ pooled kernel
-
-
-def _check_pooled(sample: SampledArtifact, kernels: ExactKernels | GraspError) -> Iterator[Check]:
+def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) -> Check:
     """Check what is lost by averaging hidden states and residuals over positions before taking their product."""
+    name = "pooled summaries"
     if isinstance(kernels, GraspError):
-        yield unmeasured_check("pooled summaries", HEALTHY_SUMMARY, str(kernels))
-    else:
-        yield _check_summary(kernels, sample.weight_BN)
-    if {"pooled", "output_layer"} <= set(sample.artifact.kernels):
-        yield _compare_kernels(sample)
-
-
-def _check_summary(kernels: ExactKernels, weight_BN: F64) -> Check:
-    """Check how much of the gradients of the output layer their pooled summaries retain."""
-    positions, pooling = kernels.positions, kernels.settings.row_positions[-1]
-    pooled_B, product_B = (
-        metrics.raw_geometry(weight_BN, gram_NN) for gram_NN in (kernels.pooled_product_NN, positions.product_NN)
-    )
-    ranks = rank_agreement(pooled_B, product_B)
+        return unmeasured_check(name, HEALTHY_SUMMARY, str(kernels))
+    pooled_NN, product_NN = kernels.gram_NN["hidden"] * kernels.gram_NN["residual"], kernels.gram_NN["product"]
+    ranks = rank_agreement(*(raw_geometry(sample.weight_BN, gram_NN) for gram_NN in (pooled_NN, product_NN)))
     return judge_check(
-        name="pooled summaries",
-        measured=f"{positions.summary_share:.2f} of the squared norm of a row's output-layer gradient is in its "
-        f"summary over {pooling}, {positions.same_positions_share:.2f} in a summary over the "
-        f"positions of the gradient; rank correlation of K_raw over subsets {ranks:+.2f}",
-        healthy=HEALTHY_SUMMARY,
-        is_healthy=positions.summary_share >= MIN_SUMMARY_SHARE,
-        advice="rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the "
-        "pooled kernel has lost most of the gradient",
-        numbers={"share": positions.summary_share, "same_share": positions.same_positions_share, "ranks": ranks},
+        name,
+        f"{kernels.summary_share:.2f} of the squared norm of a row's output-layer gradient is in its summary; rank "
+        f"correlation of K_raw over subsets {ranks:+.2f}",
+        HEALTHY_SUMMARY,
+        kernels.summary_share >= MIN_SUMMARY_SHARE,
+        "rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the pooled "
+        "kernel has lost most of the gradient",
+        {"share": kernels.summary_share, "ranks": ranks},
     )
 
 
@@ -104,133 +117,114 @@ def _compare_kernels(sample: SampledArtifact) -> Check:
     rho_E = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, output_layer_NE.T, strict=True)]
     rho = float(np.nanmean(rho_E)) if not all(map(isnan, rho_E)) else float("nan")
     return judge_check(
-        name="pooled and output_layer",
-        measured=f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
-        healthy=f"{MIN_RANKS} or more",
-        is_healthy=rho >= MIN_RANKS,
-        advice="the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
-        numbers={"ranks": rho},
+        "pooled and output_layer",
+        f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
+        f"{MIN_KERNEL_RANKS} or more",
+        rho >= MIN_KERNEL_RANKS,
+        "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
+        {"ranks": rho},
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- sketches
-
-
-def _check_geometry(
-    sample: SampledArtifact, kernels: ExactKernels | GraspError, protocol: InteractionProtocol
-) -> Iterator[Check]:
-    """Check stored sketches against full features, and properties of the stored sketches."""
-    yield from _check_opposed_sketches(sample, protocol)
+def _check_sketch(sample: SampledArtifact, kernels: ExactKernels | GraspError, name: str) -> Check:
+    """Check whether K of subsets by a stored sketch is K by the exact inner products."""
+    artifact, array = sample.artifact, f"{name}_sketch"
+    if array not in artifact.array_names:
+        reason = f"not built: features.kernels does not contain {array}"
+        return unmeasured_check(f"{name} sketch", HEALTHY_SKETCH, reason)
     if isinstance(kernels, GraspError):
-        yield from (unmeasured_check(name, healthy, str(kernels)) for name, healthy in CHECKS.items())
-        yield unmeasured_check("opposed gradients", HEALTHY_ALIGNMENT, str(kernels))
-    else:
-        yield from check_accuracy(kernels, _sketches_without_gain(sample), sample.weight_BN)
-        yield _check_opposed_gradients(metrics.negative_pairs(kernels.positions.gradient_NN))
-    yield _check_direct_sum_bound(metrics.direct_sum_gap(_sketch(sample, "hidden"), _sketch(sample, "residual")))
-    for name in _stored_sketches(sample):
-        yield _check_effective_rank(f"{name}_sketch", _sketch(sample, name))
-
-
-def _sketches_without_gain(sample: SampledArtifact) -> dict[str, F64]:
-    """Return stored sketches in the units of the features that they project."""
-    arrays = sample.artifact.manifest.arrays
-    gain_by_name = {name: float(arrays[f"{name}_sketch"].gain) or 1.0 for name in _stored_sketches(sample)}
-    return {name: _sketch(sample, name) / gain for name, gain in gain_by_name.items()}
-
-
-def _check_opposed_gradients(negative: metrics.NegativePairs) -> Check:
+        return unmeasured_check(f"{name} sketch", HEALTHY_SKETCH, str(kernels))
+    # a stored sketch is scaled so that its mean squared norm over the corpus is 1
+    sketch_ND = sample.array(array) / (float(artifact.manifest.arrays[array].gain) or 1.0)
+    estimate_B = ((sample.weight_BN @ sketch_ND) ** 2).sum(axis=1)
+    true_B = raw_geometry(sample.weight_BN, kernels.gram_NN[name])
+    error, ranks, width = relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B), sketch_ND.shape[1]
+    variation = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
+    allowed = 2 * sqrt(2 / width)  # twice the relative standard deviation of a squared norm by a Gaussian sketch
+    components = f"{name}.*" if name == "product" else f"{name}.* and joint.*"
     return judge_check(
-        name="opposed gradients",
-        measured=f"{negative.pairs:.0%} of pairs of output-layer gradients, not centred, have a negative inner "
-        f"product, {negative.magnitude:.0%} of the sum of absolute inner products",
-        healthy=HEALTHY_ALIGNMENT,
-        is_healthy=negative.magnitude <= MAX_NEGATIVE_SHARE,
-        advice="the gradients of these rows are not aligned: a penalty on the norm of their sum has no diminishing "
-        "returns, with any sketch",
-        numbers=asdict(negative),
+        f"{name} sketch",
+        f"K {error:.1%} off, ranks agree {ranks:+.2f} (width {width}; K of subsets varies by {variation:.1%})",
+        f"at most {allowed:.0%} off, twice the error of a Gaussian sketch, and ranks {MIN_RANK_CORRELATION} or more",
+        error <= allowed and ranks >= MIN_RANK_CORRELATION,
+        f"build with a larger features.{WIDTH_SETTINGS[name]}, or drop {components} from the protocol",
+        {"error": error, "ranks": ranks, "width": float(width), "variation": variation},
     )
 
 
-def _check_direct_sum_bound(gap: metrics.DirectSumGap) -> Check:
-    """Check how far the direct-sum kernel is from the product kernel, and that the gap is what the paper derives."""
-    share_of_bound = gap.largest / gap.bound if gap.bound else 1.0
-    is_identity = gap.identity_error <= IDENTITY_TOLERANCE
-    advice = "rows are too far apart for an informative bound: see `direct sum for product`"
-    if not is_identity:
-        advice = "the identity fails: the sketches contain nan or infinity, or this is a bug; please report it"
-    return judge_check(
-        name="direct-sum bound",
-        measured=f"difference of the direct-sum and the product kernel {gap.mean:.2f} in the mean, {gap.largest:.2f} "
-        f"at most, {share_of_bound:.0%} of the bound of {gap.bound:.2f}; the formula of the difference "
-        f"{'holds' if is_identity else 'FAILS'}, to {gap.identity_error:.0e}",
-        healthy=f"a mean of {MAX_MEAN_GAP} or less, between kernels in [-1, 1]: rows are close enough for the direct "
-        "sum to approximate the product",
-        is_healthy=is_identity and gap.mean <= MAX_MEAN_GAP,
-        advice=advice,
-        numbers=asdict(gap) | {"share_of_bound": share_of_bound},
-    )
+# --------------------------------------------------------------------------------------- exact inner products of rows
 
 
-def _check_effective_rank(name: str, sketch_ND: F64) -> Check:
-    rank = metrics.effective_rank(sketch_ND)
-    width = min(sketch_ND.shape[1], len(sketch_ND) - 1)  # largest rank of a centred sketch of N rows
-    return judge_check(
-        name=f"effective rank, {name.replace('_', ' ')}",
-        measured=f"{rank:.1f} of {width}",
-        healthy=f"{max(1, width // 8)} or more",
-        is_healthy=rank >= width / 8,
-        advice="a few directions dominate: lower features.tau (hidden), raise features.epsilon (residual), or use a "
-        "narrower sketch; near-duplicate rows also cause this",
-        numbers={"rank": rank, "width": float(width)},
-    )
+def _scaled(whitener: Whitener, hidden_NH: Floats, residual_NV: csr_array) -> tuple[Floats, csr_array]:
+    """Return h~ and D^1/2 xi of every row or position."""
+    scale_VV = diags_array(np.sqrt(whitener.precondition_V))
+    return whitener.whiten(hidden_NH), csr_array(residual_NV.astype(np.float64) @ scale_VV)
 
 
-def _check_opposed_sketches(sample: SampledArtifact, protocol: InteractionProtocol) -> Iterator[Check]:
-    """Check the sketches of each component for pairs of rows with a negative inner product.
+def gram_matrices(hidden_NH: Floats, residual_NV: csr_array) -> tuple[F64, F64]:
+    """Return the inner products of all pairs of hidden states and of residuals, (N, N) float64 each."""
+    hidden = np.asarray(hidden_NH, dtype=np.float64)
+    return hidden @ hidden.T, np.asarray((residual_NV @ residual_NV.T).toarray(), dtype=np.float64)
 
-    A sum of kernels without such pairs has none either, so components are checked one by one. For subsets of one size
-    K_raw, K_pair and K_cent differ by linear terms only, and K_self is linear.
+
+def position_gram(hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], n_rows: int) -> F64:
+    """Return exact <G_i, G_j>, (N, N), for G_i = mean over the positions of row i of h_t (x) xi_t.
+
+    Coordinates of the vocabulary are processed in blocks, so that the gradients are never held in memory.
+
+    Args:
+        hidden_PH: hidden states of all positions.
+        residual_PV: residuals of all positions.
+        row_P: row of each position, ascending; a row without positions has G = 0.
+        n_rows: number of rows, N.
+    Cost: N^2 H for each coordinate that occurs; memory: BLOCK_ELEMENTS.
     """
-    name = "pairs that oppose each other"
-    nonlinear = {
-        component: omega
-        for component, omega in protocol.components.items()
-        if omega and not component.endswith(".self")
-    }
-    if not nonlinear:
-        yield judge_check(
-            name=name,
-            measured=f"protocol {protocol.name} has no pairwise terms: gains are additive",
-            healthy=HEALTHY_ALIGNMENT,
-            is_healthy=True,
-            advice="",
-            numbers=asdict(metrics.NegativePairs(pairs=0.0, magnitude=0.0)),
-        )
-    for component, omega in nonlinear.items():
-        required = required_sketches({component: omega})
-        missing = sorted(set(required) - set(_stored_sketches(sample)))
-        if missing:
-            reason = f"the artifact has no {' and '.join(missing)} sketch"
-            yield unmeasured_check(f"{name}, {component}", HEALTHY_ALIGNMENT, reason)
+    offsets = np.searchsorted(row_P, np.arange(n_rows + 1))  # positions of row i: offsets[i] to offsets[i + 1]
+    by_coordinate = residual_PV.astype(np.float64).tocsc()
+    used_coordinates = np.flatnonzero(np.diff(by_coordinate.indptr))
+    step = max(1, BLOCK_ELEMENTS // (n_rows * hidden_PH.shape[1]))
+    gram_NN = np.zeros((n_rows, n_rows))
+    for first in range(0, len(used_coordinates), step):
+        block = by_coordinate[:, used_coordinates[first : first + step]].tocsr()
+        gradients = [
+            (block[start:stop].T @ hidden_PH[start:stop]).ravel() / max(1, stop - start)
+            for start, stop in pairwise(offsets)
+        ]
+        gradient_NX = np.stack(gradients)  # X = step * H elements of the gradient
+        gram_NN += gradient_NX @ gradient_NX.T
+    return gram_NN
+
+
+def raw_geometry(weight_BN: F64, gram_NN: F64) -> F64:
+    """Return K_raw = w^T G w of B subsets from inner products of rows, (B,). Source: eq:ia-components."""
+    return np.asarray(np.einsum("bn,nm,bm->b", weight_BN, gram_NN, weight_BN))
+
+
+def relative_error(estimate_B: F64, true_B: F64) -> float:
+    """Return the median of |estimate - true| / true over subsets with nonzero K."""
+    nonzero = true_B > 0
+    return float(np.median(np.abs(estimate_B - true_B)[nonzero] / true_B[nonzero])) if nonzero.any() else 0.0
+
+
+def rank_one_share(
+    hidden_PH: Floats, residual_PV: csr_array, row_P: NDArray[np.int64], hidden_NH: Floats, residual_NV: csr_array
+) -> float:
+    r"""Return the mean squared cosine between G_i = mean_t h_t (x) xi_t and the rank-1 summary h_i (x) xi_i, over rows.
+
+    Measures how much of the output layer gradient the summary keeps: 1 for a row with a single position that is its own
+    summary. All arguments are in the same coordinates; rows without positions or with a zero gradient are ignored.
+    """
+    offsets = np.searchsorted(row_P, np.arange(len(hidden_NH) + 1))  # of row i: offsets[i] to offsets[i + 1]
+    shares = []
+    for i, (start, stop) in enumerate(pairwise(offsets)):
+        if stop == start:
             continue
-        sketch_ND = np.concatenate([_sketch(sample, sketch) for sketch in required], axis=1)
-        negative = metrics.negative_pairs(sketch_ND @ sketch_ND.T)
-        yield judge_check(
-            name=f"{name}, {component}",
-            measured=f"{negative.pairs:.0%} of pairs of sketches have a negative inner product, "
-            f"{negative.magnitude:.0%} of the sum of absolute inner products (weight {omega:+g})",
-            healthy=HEALTHY_ALIGNMENT,
-            is_healthy=omega < 0 and negative.magnitude <= MAX_NEGATIVE_SHARE,
-            advice=_advice_on_opposed_sketches(component, omega),
-            numbers=asdict(negative) | {"omega": omega},
-        )
-
-
-def _advice_on_opposed_sketches(component: str, omega: float) -> str:
-    if omega > 0:
-        return "the weight is positive, so gains grow and `grasp select` has no bound; use a negative weight"
-    advice = "greedy selection with this protocol has no guarantee: see the bound that `grasp select` prints; "
-    if component.startswith(("hidden", "joint")):
-        return advice + "hidden states are centred, so about half of the pairs have negative products for any rows"
-    return advice + "in a narrow sketch the sign of small inner products is random: a wider one may be aligned"
+        hidden_TT, residual_TT = gram_matrices(hidden_PH[start:stop], residual_PV[start:stop])
+        gradient_norm2 = float((hidden_TT * residual_TT).mean())
+        summary_H, summary_V = np.asarray(hidden_NH[i], np.float64), residual_NV[[i]].astype(np.float64)
+        residual_match_T = (residual_PV[start:stop] @ summary_V.T).toarray().ravel()
+        cross = float(((hidden_PH[start:stop] @ summary_H) * residual_match_T).mean())
+        summary_norm2 = float(summary_H @ summary_H) * float(summary_V.power(2).sum())
+        if gradient_norm2 > 0 and summary_norm2 > 0:
+            shares.append(cross**2 / (gradient_norm2 * summary_norm2))
+    return float(np.mean(shares)) if shares else float("nan")

@@ -34,18 +34,8 @@ Kind = Literal["raw", "self", "pair", "cent"]
 JOINT: tuple[SketchName, ...] = ("hidden", "residual")  # `joint` is the concatenation of these stored sketches
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Quadratic components of B subsets, each (B,), in the squared unit of the sketch. Source: eq:ia-components."""
-
-    raw_B: F64
-    self_B: F64
-    pair_B: F64
-    cent_B: F64
-
-    def __getitem__(self, kind: Kind) -> F64:
-        values: F64 = getattr(self, f"{kind}_B")
-        return values
+# Quadratic components of B subsets, each (B,), in the squared unit of the sketch. Source: eq:ia-components.
+Geometry = dict[Kind, F64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +52,9 @@ class WeightSums:
         return cls(weights.sums, weights.total(lambda weight: np.abs(1.0 - weight)), weights.shape[1])
 
     @classmethod
-    def binary(cls, retained_B: F64, n_rows: int) -> Self:
-        """Return the sums for subsets of `retained_B` rows of weight 1."""
-        return cls(retained_B, n_rows - retained_B, n_rows)
-
-    @classmethod
     def corpus(cls, n_rows: int) -> Self:
         """Return the sums for the corpus, as a block of one subset."""
-        return cls.binary(np.array([float(n_rows)]), n_rows)
+        return cls(np.array([float(n_rows)]), np.zeros(1), n_rows)
 
     def factor(self, side: Side, weighting: Weighting) -> F64:
         """Return the factor of raw weights, (B,): 1 for `count`, 1 / sum |w| for `mean`, 0 for an empty side."""
@@ -108,7 +93,7 @@ class SketchSums:
         raw_B = np.einsum("bd,bd->b", total_BD, total_BD)
         centred_BD = total_BD - np.outer(weight_B * factor_B, corpus.mean_D)
         cent_B = np.einsum("bd,bd->b", centred_BD, centred_BD)
-        return Geometry(raw_B=raw_B, self_B=self_B, pair_B=raw_B - self_B, cent_B=cent_B)
+        return {"raw": raw_B, "self": self_B, "pair": raw_B - self_B, "cent": cent_B}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +117,7 @@ class SketchTotals:
 
 def direct_sum(hidden: Geometry, residual: Geometry) -> Geometry:
     """Return the geometry of the concatenated sketch, whose components are sums. Source: eq:feature-sketch."""
-    return Geometry(
-        raw_B=hidden.raw_B + residual.raw_B,
-        self_B=hidden.self_B + residual.self_B,
-        pair_B=hidden.pair_B + residual.pair_B,
-        cent_B=hidden.cent_B + residual.cent_B,
-    )
+    return {kind: hidden[kind] + residual[kind] for kind in hidden}
 
 
 def subset_relevance(sum_BE: F64, total_E: F64, weight_sums: WeightSums, side: Side, weighting: Weighting) -> F64:

@@ -14,7 +14,7 @@ Shape letters: B subsets, C columns (targets or units), D sketch width.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self, get_args
+from typing import Self, cast
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
@@ -105,15 +105,11 @@ class GeometryTerms:
         mean_std = {} if family is None else family_moments(protocol, {}, sketches, family, artifact.n_rows)
         return cls(protocol, artifact.n_rows, sketches, mean_std)
 
-    def values(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
-        """Return K_c, (B,), not standardized, for the side and weighting of the protocol."""
-        return _component_values(self.protocol, self.sketches, sketch_sums, weight_sums)
-
     def z_scores(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
         """Return z(K_c), (B,), over the calibration family."""
         return {
             name: self.mean_std[name].z_scores(value_B)
-            for name, value_B in self.values(sketch_sums, weight_sums).items()
+            for name, value_B in _component_values(self.protocol, self.sketches, sketch_sums, weight_sums).items()
         }
 
     def contributions(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
@@ -227,7 +223,4 @@ def _closed_forms(
 
 def _parsed_components(protocol: InteractionProtocol) -> dict[str, tuple[SketchName, Kind]]:
     """Split component names such as `joint.pair` into ("joint", "pair"); they were validated with the protocol."""
-    sketch_names: dict[str, SketchName] = {str(name): name for name in get_args(SketchName)}
-    kinds: dict[str, Kind] = {str(kind): kind for kind in get_args(Kind)}
-    pairs = ((component, component.split(".")) for component in protocol.components)
-    return {component: (sketch_names[sketch_name], kinds[kind]) for component, (sketch_name, kind) in pairs}
+    return {name: cast("tuple[SketchName, Kind]", tuple(name.split("."))) for name in protocol.components}

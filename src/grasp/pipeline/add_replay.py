@@ -27,7 +27,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import differences, discard
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
-from grasp.pipeline.replay_plan import MEGABYTE, ReplayForecast, ReplayPlan, forecast_replay, plan_replay
+from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -81,8 +81,8 @@ def replay_targets(
         targets = _targets_without_replay(artifact, plan)
         if not targets:
             return artifact.manifest.replays[-1]
-        forecast = forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
-        for line in (*plan.notes, f"replay: {forecast}"):
+        trainings, price = forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
+        for line in (*plan.notes, f"replay: {price}"):
             progress.note(line)
         result = _run_replay(artifact, origin, plan, targets, out, progress)
         relevance_NT = result.relevance()  # None if it failed the checks
@@ -93,7 +93,7 @@ def replay_targets(
             targets=targets,
             passed=relevance_NT is not None,
             steps=plan.optimizer.steps,
-            trainings=round(forecast.trainings, 2),
+            trainings=round(trainings, 2),
             agreement=dict(zip(targets, np.mean(result.agreements, axis=0).round(3).tolist(), strict=True))
             if result.agreements
             else {},
@@ -254,8 +254,8 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
 
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
-) -> tuple[ReplayPlan, ReplayForecast]:
-    """Plan and forecast a replay of the targets of a finished artifact that have none.
+) -> tuple[str, ...]:
+    """Return differences from the recipe, and the price, of a replay of the targets of an artifact that have none.
 
     Args:
         out: directory of the artifact.
@@ -271,4 +271,4 @@ def forecast_added_replay(
     targets = _targets_without_replay(artifact, plan)
     if not targets:
         raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
-    return plan, forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
+    return *plan.notes, forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))[1]

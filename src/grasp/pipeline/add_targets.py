@@ -12,7 +12,7 @@ from grasp.models.build_source import BuildSource
 from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.model_pass import Workers
-from grasp.pipeline.pipeline import column_sums, scored_shards
+from grasp.pipeline.pipeline import scored_shards
 from grasp.pipeline.stored_inputs import leak_arrays, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
@@ -65,7 +65,7 @@ def add_target(
         read_cached = (lambda k: [artifact.features(k)]) if from_features else None
         workers = Workers(inputs.model_pass)
         for k, shard in scored_shards(inputs, workers, kernels, extension.left, read_cached, progress):
-            extension.write_shard(k, shard.arrays, None, column_sums(shard.arrays))
+            extension.write_shard(k, shard.arrays, None, {})
         added = "targets+" + "+".join(inputs.unit_set.targets)
         fingerprint = inputs.identity.fingerprints["targets"]
         extension.finish(

@@ -1,15 +1,14 @@
-"""The public functions `build`, `add_replay` and `add_targets`: resolve the settings, do the work, open the artifact.
+"""The public functions `build`, `add_replay` and `add_targets`, which resolve settings and open the finished artifact.
 
-Arguments are put into a nested dictionary of settings (`raw_settings`), as it would be read from a YAML file, which
-`grasp.settings.build_settings` then validates. `grasp.pipeline.pipeline.build_artifact` does the work.
-
-Model, corpus and targets are paths or objects. In the settings an object is represented by a fingerprint of its content
-instead of a path, so that a build is resumed if it is called with equal objects. Start with `build`.
+Arguments become validated `BuildSettings`, and inputs that are passed as objects an `InMemory`, before anything else
+is done. In the settings an object is represented by a fingerprint of its content instead of a path, so that a build is
+resumed if it is called with equal objects. Then `build` calls what may also be called alone: `train_proxy` and
+`warm_up` train a checkpoint, `build_artifact` reads one, and `replay_targets` adds to an artifact. Start with `build`.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -24,13 +23,13 @@ from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import dtype_name
-from grasp.pipeline.add_replay import refuse_replay, refuse_untrainable, replay_targets
+from grasp.pipeline.add_replay import refuse_replay, replay_targets
 from grasp.pipeline.add_targets import RelevanceSource, add_target
 from grasp.pipeline.inputs import InMemory
 from grasp.pipeline.pipeline import build_artifact, resolve_settings
 from grasp.pipeline.proxy import CONTEXT, MODEL, train_proxy
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.pipeline.warm_up import warm_up as warm_up_model
+from grasp.pipeline.warm_up import warm_up as train_warm_up
 from grasp.progress import Progress, Silent
 from grasp.settings import (
     BuildSettings,
@@ -40,10 +39,11 @@ from grasp.settings import (
     build_settings,
     code_settings,
     form_of_loss,
+    named_reader,
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import load_units, read_records, split_names
+from grasp.targets.load import read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -59,21 +59,15 @@ from grasp.yaml_files import (
     validated,
 )
 
-REQUIRED = {
-    "--model": ("model.path",),
-    "--corpus": ("corpus.path",),
-    "--targets": ("targets.names", "targets.datasets"),
-}  # settings of which one is required, by the option of `grasp build` that sets the first
+REQUIRED = {"--model": "model.path", "--corpus": "corpus.path", "--targets": "targets.names"}
 PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
 
 # The setting of each argument of `build`, and of the same option of `grasp build`.
-INPUT_SETTINGS = {
+SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
     "corpus": "corpus.path",
-}
-OTHER_SETTINGS = {
     "split": "corpus.split",
     "text_column": "corpus.text_column",
     "id_column": "corpus.row_id_column",
@@ -180,43 +174,35 @@ def build(
     Raises:
         GraspError: invalid input; finished work is kept.
     """
-    values = {
+    arguments = {
+        "dtype": dtype,
         "split": split,
         "text_column": text_column,
         "id_column": id_column,
         "max_length": max_length,
         "limit": limit,
         "train": train,
-        "loss": form_of_loss(loss),
+        "loss": loss,
         "rule": rule,
         "keep_features": keep_features,
         "like": None if like is None else str(like),
     }
-    raw_settings = set_settings(
-        plain_settings(settings), {OTHER_SETTINGS[argument]: value for argument, value in values.items()}
-    )
-    # `rule` replaces the kernels of `settings`
-    set_settings(raw_settings, {"features.kernels": [] if rule else None, "replay.check": 1 if check else None})
-    output = output_location(out)
-    passed = {name for name, value in (("model", model), ("corpus", corpus), ("targets", targets)) if value is not None}
-    if replay and _is_of_artifact(passed | raw_settings.keys(), output.directory, resume=resume):
+    raw_settings = set_settings(plain_settings(settings), argument_settings(arguments))
+    set_settings(raw_settings, {"replay.check": 1 if check else None})
+    output, progress = output_location(out), progress or Silent()
+    names_data = corpus is not None or targets is not None or not raw_settings.keys().isdisjoint({"corpus", "targets"})
+    names_model = model is not None or "model" in raw_settings
+    # without an artifact either, `add_replay` reports that there is none
+    adds_replay = (output.directory / MANIFEST).exists() or not (resume or names_model)
+    if replay and not names_data and adds_replay:
         add_replay(out, recipe=recipe, settings=raw_settings, progress=progress)
         return ArtifactReader.open(output.path)
     parsed_recipe, replay_settings = split_replay_settings(
         raw_settings, recipe, use_replay=replay, warm_up=warm_up is not None
     )
-    progress = progress or Silent()
     with _restore_modes(model[0] if isinstance(model, tuple | list) and model else model):
-        in_memory = _put_inputs(raw_settings, model, tokenizer, dtype, corpus, targets)
-        command = "build"  # for messages
-        if resume:
-            raw_settings, command = _resumed_settings(raw_settings, output.directory / RUN)
-        if needs_proxy(raw_settings, in_memory, output.url):
-            _train_proxy(raw_settings, in_memory, output.directory, progress)
-        if warm_up is not None:
-            _warm_up(raw_settings, in_memory, output, warm_up, parsed_recipe, progress)
-        require_flags(raw_settings, REQUIRED, command)
-        build_config = build_settings(raw_settings)
+        in_memory = _put_inputs(raw_settings, model, tokenizer, corpus, targets)
+        build_config, has_no_model = complete_settings(raw_settings, output, in_memory, resume=resume)
         if cluster is not None and in_memory.model is not None:
             raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
         if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
@@ -226,8 +212,19 @@ def build(
                 )
             progress.note(f"{output.url}: finished; nothing to do")
             return ArtifactReader.open(output.url)
+
+        if has_no_model:
+            train_proxy(output.directory, build_config, progress, units=in_memory.units)
+        build_config = resolve_settings(build_config, in_memory)
+        if warm_up is not None:
+            if output.url is not None or in_memory.model is not None or in_memory.source is not None:
+                raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save objects first")
+            checkpoint = train_warm_up(
+                output.directory, build_config, warm_up, parsed_recipe, progress, units=in_memory.units
+            )
+            build_config = with_model(build_config, checkpoint)
         if replay:
-            refuse_replay(resolve_settings(build_config, in_memory), replay_settings)
+            refuse_replay(build_config, replay_settings)
         build_artifact(
             build_config,
             output.directory,
@@ -241,7 +238,7 @@ def build(
                 output.directory,
                 parsed_recipe,
                 replay_settings,
-                overrides=raw_settings,
+                overrides=build_config.model_dump(mode="json"),
                 model=in_memory.model,
                 progress=progress,
             )
@@ -253,22 +250,11 @@ def build(
     return ArtifactReader.open(output.url)
 
 
-def _is_of_artifact(passed: Set[str], directory: Path, *, resume: bool) -> bool:
-    """Return whether a replay is added to a finished artifact, as by `--out ART --replay`, instead of built with one.
-
-    If nothing to build is passed, and there is no artifact either, `add_replay` reports that.
-    """
-    if {"corpus", "targets"} & passed:
-        return False
-    return (directory / MANIFEST).exists() or not (resume or "model" in passed)
-
-
-def _resumed_settings(raw_settings: dict[str, Any], run_file: Path) -> tuple[dict[str, Any], str]:
-    """Return the settings of an interrupted build, overridden by the passed ones, and the command for messages."""
-    if not run_file.exists():
-        return raw_settings, f"build --resume: there is no {run_file}"
-    recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
-    return override_settings(recorded, raw_settings), "build"
+def argument_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of arguments of `build`, by dotted name; a rule replaces the kernels of other settings."""
+    named = {SETTINGS[argument]: value for argument, value in arguments.items()}
+    kernels: list[str] | None = [] if named["features.rule"] else None
+    return named | {"corpus.form": form_of_loss(arguments["loss"]), "features.kernels": kernels}
 
 
 def output_location(out: Path | str) -> OutputLocation:
@@ -288,84 +274,51 @@ def output_location(out: Path | str) -> OutputLocation:
     return OutputLocation(path, url, path if url is None else remote.staging_directory(url))
 
 
-# -------------------------------------------------------------------- the model: trained for the build, or warmed up
+def complete_settings(
+    raw_settings: dict[str, Any], output: OutputLocation, in_memory: InMemory, *, resume: bool = False
+) -> tuple[BuildSettings, bool]:
+    """Validate the settings of a build, and return whether it has no model yet.
 
+    If none is named and a new model is predicted, a small one (a proxy) is trained: the returned settings have the path
+    that it will have in the artifact.
 
-def needs_proxy(raw_settings: dict[str, Any], in_memory: InMemory, url: str | None) -> bool:
-    """Return whether the build trains a model (a proxy): none is named, and a new model is to be predicted.
-
-    It needs a corpus and an artifact on disk.
+    Args:
+        raw_settings: settings by name, which are changed.
+        output: location of the artifact, which must be on disk for a proxy.
+        in_memory: inputs that are passed as objects; a proxy is trained on a corpus that has a path.
+        resume: `raw_settings` override those of an unfinished build.
     """
-    has_inputs = all(
-        any(get_setting(raw_settings, name) for name in REQUIRED[flag]) for flag in ("--corpus", "--targets")
+    command, run_file = "build", output.directory / RUN
+    if resume and run_file.exists():
+        recorded = without_foreign_code(read_yaml(run_file), str(run_file), raw_settings)
+        raw_settings = override_settings(recorded, raw_settings)
+    elif resume:
+        command = f"build --resume: there is no {run_file}"
+    has_no_model = (
+        not get_setting(raw_settings, "model.path")
+        and named_reader(raw_settings.get("model")) is None
+        and get_setting(raw_settings, "train") in (None, "new")
+        and all(get_setting(raw_settings, REQUIRED[flag]) for flag in ("--corpus", "--targets"))
+        and output.url is None
+        and in_memory.source is None
     )
-    has_model = get_setting(raw_settings, "model.path") is not None
-    is_for_new_model = get_setting(raw_settings, "train") in (None, "new")
-    return has_inputs and not has_model and is_for_new_model and url is None and in_memory.source is None
+    if has_no_model:
+        max_length = get_setting(raw_settings, "corpus.max_length") or CONTEXT
+        path = str(output.directory / MODEL)
+        set_settings(raw_settings, {"train": "new", "corpus.max_length": max_length, "model.path": path})
+    require_flags(raw_settings, REQUIRED, command)
+    return build_settings(raw_settings), has_no_model
 
 
-def complete_proxy_settings(raw_settings: dict[str, Any], out: Path) -> BuildSettings:
-    """Set `train` and `max_length` of a build that trains its model, in place, and return the validated settings.
-
-    The returned settings also have the path that the model will have in the artifact `out`.
-    """
-    set_setting(raw_settings, "train", "new")
-    if get_setting(raw_settings, "corpus.max_length") is None:
-        set_setting(raw_settings, "corpus.max_length", CONTEXT)
-    return build_settings(override_settings(deepcopy(raw_settings), {"model": {"path": str(out / MODEL)}}))
-
-
-def _train_proxy(raw_settings: dict[str, Any], in_memory: InMemory, out: Path, progress: Progress) -> None:
-    """Train the model of a build that has none, and put its path into `raw_settings`."""
-    settings = complete_proxy_settings(raw_settings, out)
-    if not in_memory.units:
-        load_units(settings.targets)  # report errors before a training of minutes
-    model_path = train_proxy(
-        out,
-        settings.corpus,
-        settings.model.tokenizer,
-        seed=settings.features.seed,
-        shard_rows=settings.shard_rows,
-        progress=progress,
-    )
-    set_setting(raw_settings, "model.path", str(model_path))
-
-
-def _warm_up(
-    raw_settings: dict[str, Any],
-    in_memory: InMemory,
-    output: OutputLocation,
-    steps: int,
-    recipe: FineTuningRecipe | None,
-    progress: Progress,
-) -> None:
-    """Train the model of a build for some steps, and put the path of the result into `raw_settings`."""
-    if get_setting(raw_settings, "model.path") == str(output.directory / MODEL):
-        return  # a resumed build, whose run.yaml already names the trained model
-    if steps < 1 or output.url is not None or in_memory.model is not None or in_memory.source is not None:
-        raise SettingsError(
-            f"--warm-up: got {steps} steps, expected at least 1, paths of model and corpus, and a local --out; save "
-            "objects first"
-        )
-    require_flags(raw_settings, REQUIRED, "build")
-    settings = resolve_settings(build_settings(raw_settings), in_memory)
-    refuse_untrainable(settings, "--warm-up")
-    if settings.train != "further":
-        raise SettingsError(
-            "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
-        )
-    if not in_memory.units:
-        load_units(settings.targets)  # report errors before the training
-    model_path = warm_up_model(output.directory, settings, steps, recipe, progress)
-    set_setting(raw_settings, "model.path", str(model_path))
+def with_model(settings: BuildSettings, path: Path) -> BuildSettings:
+    """Return settings with another path of the model."""
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(path)})})
 
 
 # -------------------------------------------------------------------- settings
 
 
-def _put_inputs(
-    raw_settings: dict[str, Any], model: Any, tokenizer: Any, dtype: str | None, corpus: Any, targets: Any
-) -> InMemory:
+def _put_inputs(raw_settings: dict[str, Any], model: Any, tokenizer: Any, corpus: Any, targets: Any) -> InMemory:
     """Put the arguments of `build` with these names into `raw_settings`: paths, or fingerprints of objects.
 
     Returns:
@@ -383,28 +336,24 @@ def _put_inputs(
             raise SettingsError(
                 f"tokenizer: got {tokenizer}, but the model is an object; pass its tokenizer as an object too"
             )
-        model_settings = ModelSettings.model_validate({"path": IN_MEMORY, **(get_setting(raw_settings, "model") or {})})
+        model_settings = ModelSettings.model_validate({**(get_setting(raw_settings, "model") or {}), "path": IN_MEMORY})
         reference = ReferenceModel.from_model(model, tokenizer, model_settings)  # validated like a checkpoint on disk
         model, tokenizer = IN_MEMORY + reference.fingerprint(), IN_MEMORY + reference.tokenizer.fingerprint
-        dtype = dtype_name(reference.dtype)
-        set_setting(raw_settings, "model.device", str(reference.device))
+        device_dtype = {"model.dtype": dtype_name(reference.dtype), "model.device": str(reference.device)}
+        set_settings(raw_settings, device_dtype)
     source: Source | None = None
     if corpus is not None and not isinstance(corpus, str | Path):
-        source = table_source(corpus, get_setting(raw_settings, "corpus.split"))
-        raw_settings.get("corpus", {}).pop("split", None)  # the table is that split
+        source = table_source(corpus, pop_setting(raw_settings, "corpus.split"))
         ((_, _, digest),) = source.identity()
         corpus = IN_MEMORY + digest
-    for argument, value, expected in (
-        ("model", model, "a path or a transformers model"),
-        ("tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
-        ("dtype", dtype, "float32, bfloat16 or float16"),
-        ("corpus", corpus, "a path or a table"),
+    for name, value, expected in (
+        ("model.path", model, "a path or a transformers model"),
+        ("model.tokenizer", tokenizer, "a directory, or a tokenizer if the model is an object"),
+        ("corpus.path", corpus, "a path or a table"),
     ):
-        setting = INPUT_SETTINGS[argument]
         if value is not None and not isinstance(value, str | Path):
-            raise SettingsError(f"{setting}: got {type(value).__name__}, expected {expected}")
-        if value is not None:
-            set_setting(raw_settings, setting, str(value))
+            raise SettingsError(f"{name}: got {type(value).__name__}, expected {expected}")
+        set_settings(raw_settings, {name: None if value is None else str(value)})
     units: tuple[Unit, ...] = ()
     if targets is not None:
         names, units = _parse_targets(targets, get_setting(raw_settings, "targets.loss_on") or "completion")
@@ -508,9 +457,7 @@ def add_targets(
     path = _local_artifact(out, "--add-target")
     targets_of_build = ArtifactReader.open(path).manifest.settings["targets"]
     names, _ = _parse_targets(targets, "completion")
-    target_settings = validated(
-        TargetSettings, {**targets_of_build, "datasets": [], **target_changes, "names": names}, "targets"
-    )
+    target_settings = validated(TargetSettings, {**targets_of_build, **target_changes, "names": names}, "targets")
     return add_target(path, target_settings, overrides=overrides, progress=progress)
 
 
@@ -558,13 +505,11 @@ def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, .
 @contextmanager
 def _restore_modes(model: Any) -> Iterator[None]:
     """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
-    module_or_empty = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
-    modes = [(module, module.training) for module in module_or_empty.modules()]
-    requires_grad = [(parameter, parameter.requires_grad) for parameter in module_or_empty.parameters()]
+    module = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
+    state: list[tuple[Any, str, bool]] = [(child, "training", child.training) for child in module.modules()]
+    state += [(parameter, "requires_grad", parameter.requires_grad) for parameter in module.parameters()]
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, required in requires_grad:
-            parameter.requires_grad_(required)
+        for owner, name, value in state:
+            setattr(owner, name, value)

@@ -1,15 +1,14 @@
 """`grasp build --forecast`: estimate size, time and disk of a build in seconds, from its first rows and a timed pass.
 
-The first megabyte of the corpus is divided into rows. The model is run on a few rows and units (the probe), which is
-timed; everything else is extrapolated in proportion. `ratio` is the number of documents of the corpus over those that
-were read. Nothing is written to the artifact. Start with `forecast`.
+The first megabyte of the corpus is divided into rows. The model is run on a few of them, which is timed; everything
+else is extrapolated in proportion. `ratio` is the number of documents of the corpus over those that were read. Nothing
+is written to the artifact. Start with `forecast`.
 """
 
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,36 @@ from grasp.corpus.documents import documents_of
 from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
-from grasp.kernels.kernel import counts_rows, kernel_class, make_kernels
+from grasp.kernels.kernel import CorpusMoments, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Units
 from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
 from grasp.pipeline.build import (
-    REQUIRED,
-    complete_proxy_settings,
-    needs_proxy,
+    complete_settings,
     output_location,
     pop_overrides,
     split_replay_settings,
+    with_model,
 )
 from grasp.pipeline.inputs import ON_DISK, Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
-from grasp.pipeline.pipeline import (
-    MEGABYTE,
-    Sample,
-    feature_bytes,
-    open_moment_source,
-    refuse_untrained,
-    resolve_settings,
-)
+from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
 from grasp.pipeline.proxy import forecast_proxy
-from grasp.pipeline.replay_plan import ReplayForecast, ReplayPlan, forecast_replay, plan_replay
+from grasp.pipeline.replay_plan import forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings, ReplaySettings, build_settings
+from grasp.settings import BuildSettings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-from grasp.training.fine_tuning_recipe import FineTuningRecipe
-from grasp.yaml_files import plain_settings, require_flags, set_setting, set_settings
+from grasp.yaml_files import plain_settings, set_settings
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
 CHARS_PER_TOKEN = 4  # characters per token, for a corpus of token ids
 PROBE_SECONDS = 0.5  # minimum duration of the timed pass, unless it has all rows; each has four times the rows before
 SLOW_SECONDS = 4.0  # duration of the pass over the first row after which no longer pass is timed
-PROBE_UNITS = 64  # maximum number of units that the probe is scored against
+PROBE_UNITS = 64  # maximum number of units that rows are scored against
 MIN_LOSS_POSITIONS = 64  # positions with loss below which the loss does not show whether the model is trained
 
 
@@ -87,50 +77,43 @@ def forecast(
     """
     raw_settings = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
     replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=replay)
-    directory = output_location(out).directory
-    if replay and not {"corpus", "targets"} & raw_settings.keys() and (directory / MANIFEST).exists():
-        return _replay_lines(
-            *forecast_added_replay(directory, replay_recipe, replay_settings, pop_overrides(raw_settings))
-        )
+    output = output_location(out)
+    is_finished = (output.directory / MANIFEST).exists()
+    if replay and is_finished and not {"corpus", "targets"} & raw_settings.keys():
+        overrides = pop_overrides(raw_settings)
+        notes = forecast_added_replay(output.directory, replay_recipe, replay_settings, overrides)
+        return "\n".join(f"replay: {note}" for note in notes)
+    build_config, has_no_model = complete_settings(raw_settings, output, ON_DISK)
+    if is_finished:
+        raise ArtifactError(f"{output.directory}: is finished, so there is nothing to forecast; choose another --out")
+    n_read, n_documents = _first_documents(build_config)
+    ratio = n_documents / n_read
+    if ratio > 1:
+        corpus = build_config.corpus.model_copy(update={"limit": n_read})
+        build_config = build_config.model_copy(update={"corpus": corpus})
+        progress = None  # the notes of `prepare_inputs` would be about the first documents only
+    lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
-        temporary, first_line = Path(name), ""
-        if needs_proxy(raw_settings, ON_DISK, None):
-            first_line, untrained = (
-                f"training first: {_forecast_proxy_training(raw_settings, temporary / 'proxy')}\n",
-                True,
-            )
-        require_flags(raw_settings, REQUIRED, "build")
-        build_config = resolve_settings(build_settings(raw_settings), ON_DISK)
+        if has_no_model:
+            proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
+            build_config = with_model(build_config, proxy)
+            lines.append(f"training first: {line}")
+        build_config = resolve_settings(build_config, ON_DISK)
         if replay:
             refuse_replay(build_config, replay_settings)
-        if (directory / MANIFEST).exists():
-            raise ArtifactError(f"{directory}: is finished, so there is nothing to forecast; choose another --out")
-        n_read, n_documents = _first_documents(build_config)
-        if n_read < n_documents:
-            corpus = build_config.corpus.model_copy(update={"limit": n_read})
-            build_config = build_config.model_copy(update={"corpus": corpus})
-            progress = None  # the notes of `prepare_inputs` would be about the first documents only
-        inputs = prepare_inputs(build_config, temporary / "tokens", progress or Silent())
+        inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Silent())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
-        tokens_bytes = sum(file.stat().st_size for file in (temporary / "tokens").iterdir())
-        probe = _timed_probe(inputs, untrained=untrained)
-        ratio = n_documents / n_read
-        report = first_line + _report(inputs, probe, ratio, tokens_bytes)
+        tokens_bytes = sum(file.stat().st_size for file in (Path(name) / "tokens").iterdir())
+        lines += _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=untrained or has_no_model)
         if replay:
-            report += "\n" + _replay_lines(*_replay_forecast(inputs, replay_recipe, replay_settings, ratio))
-        return report
-
-
-def _forecast_proxy_training(raw_settings: dict[str, Any], out: Path) -> str:
-    """Forecast the training of the model of a build that has none; put an untrained copy of it into `raw_settings`."""
-    settings = complete_proxy_settings(raw_settings, out)
-    n_read, n_documents = _first_documents(settings)
-    is_part = n_read < n_documents
-    corpus = settings.corpus.model_copy(update={"limit": n_read}) if is_part else settings.corpus
-    model, line = forecast_proxy(out, corpus, settings.model.tokenizer, n_documents / n_read)
-    set_setting(raw_settings, "model.path", str(model))
-    return line
+            assert isinstance(inputs.model, ReferenceModel)
+            n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
+            train = str(inputs.settings.train)
+            plan = plan_replay(inputs.model, train, replay_recipe, replay_settings, n_rows=n_rows, context=longest)
+            _, price = forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
+            lines += [f"replay: {line}" for line in (*plan.notes, price)]
+    return "\n".join(lines)
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
@@ -149,157 +132,85 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
     return 1, 1  # the corpus is smaller than a probe
 
 
-def _replay_forecast(
-    inputs: Inputs, recipe: FineTuningRecipe | None, settings: ReplaySettings, ratio: float
-) -> tuple[ReplayPlan, ReplayForecast]:
-    """Plan a replay, and forecast it by the gradient of one batch."""
-    assert isinstance(inputs.model, ReferenceModel)
-    n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
-    plan = plan_replay(inputs.model, str(inputs.settings.train), recipe, settings, n_rows=n_rows, context=longest)
-    return plan, forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
-
-
-def _replay_lines(plan: ReplayPlan, forecast: ReplayForecast) -> str:
-    """Return the differences of a replay from its recipe, and its price, one line each."""
-    return "\n".join(f"replay: {line}" for line in (*plan.notes, forecast))
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """Costs of a pass over a few rows and units, extrapolated to all units but not to all rows.
-
-    Attributes:
-        n_tokens: tokens of the rows.
-        pass_seconds: time of the model and the moments on these rows.
-        unit_seconds: time of the model on all units, and of preparing the kernels for them.
-        score_seconds: time to score these rows against all units.
-        widths: numbers per row, by array.
-        moment_bytes: bytes of the moments of the whole sample.
-        feature_bytes: bytes of the features of these rows as an artifact stores them.
-    """
-
-    n_tokens: int
-    pass_seconds: float
-    unit_seconds: float
-    score_seconds: float
-    widths: Mapping[str, int]
-    moment_bytes: int
-    feature_bytes: int
-
-
-def _timed_probe(inputs: Inputs, *, untrained: bool) -> _Probe:
-    """Run the model on more and more rows until a pass is long enough to be timed, and score them."""
-    model_pass, features = inputs.model_pass, inputs.settings.features
-    sample = Sample.draw(inputs.store.loss_counts(), features)
-    n_rows, pass_seconds = 0, 0.0
-    while n_rows < inputs.store.n_rows and pass_seconds < (SLOW_SECONDS if n_rows == 1 else PROBE_SECONDS):
+def _time_rows(inputs: Inputs, states_every: int) -> tuple[TokenRows, CorpusMoments, list[Arrays], float]:
+    """Run the model on more and more rows until a pass is long enough: rows, moments, batches, and seconds."""
+    n_rows, seconds = 0, 0.0
+    while n_rows < inputs.store.n_rows and seconds < (SLOW_SECONDS if n_rows == 1 else PROBE_SECONDS):
         n_rows = min(4 * n_rows or 1, inputs.store.n_rows)
         rows = inputs.store.rows(np.arange(n_rows))
-        cached_batches: list[Arrays] = []
+        batches: list[Arrays] = []
         started = time.perf_counter()
-        corpus = compute_moments(model_pass, rows, states_every=sample.states_every, on_batch=cached_batches.append)
-        pass_seconds = time.perf_counter() - started
+        corpus = compute_moments(inputs.model_pass, rows, states_every=states_every, on_batch=batches.append)
+        seconds = time.perf_counter() - started
+    return rows, corpus, batches, seconds
+
+
+def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: bool) -> list[str]:
+    """Time the first rows and units, multiply, and return the lines of the forecast.
+
+    Args:
+        inputs: inputs of a build on the first documents.
+        ratio: number of documents of the corpus over those that were read.
+        tokens_bytes: bytes of all rows on disk.
+        untrained: accept a model that is no better than chance.
+    """
+    store, settings, features = inputs.store, inputs.settings, inputs.settings.features
+    n_documents, n_rows, n_tokens, n_positions = (
+        round(ratio * n) for n in (store.n_documents, store.n_rows, store.n_tokens, store.n_loss_positions)
+    )
+    # the part of all positions that loop 1 reads; if it is the whole corpus, loop 2 reads stored features if they fit
+    min_rows = features.sample_rows if counts_rows(features) else 1
+    n_sampled = min(n_positions, max(features.sample_positions, min_rows * n_positions // n_rows))
+    sampled_fraction = 0.0 if settings.like is not None else n_sampled / max(1, n_positions)
+    cached_bytes = round(ratio * feature_bytes(inputs))
+    use_cache = sampled_fraction == 1 and cached_bytes <= features.max_cache_mb * MEGABYTE
+
+    rows, corpus, batches, pass_seconds = _time_rows(inputs, max(1, n_sampled // STATES))
     if not untrained and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
-
     # no more tokens of units than of rows; images take equally long, so that rows stand in for units
-    n_units, tokens = len(inputs.unit_set.units), inputs.unit_tokens
-    lengths = np.cumsum([len(unit.input_ids) for unit in tokens])
-    n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if tokens else len(rows)
+    lengths = np.cumsum([len(unit.input_ids) for unit in inputs.unit_tokens])
+    n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if len(lengths) else len(rows)
+    timed_units: Units = inputs.unit_tokens[:n_timed] if isinstance(rows, TokenRows) else rows
     started = time.perf_counter()
-    timed_units: Units = rows if not isinstance(rows, TokenRows) else tokens[:n_timed]
-    units = model_pass.units(timed_units, [f"unit {k}" for k in range(n_timed)])
+    units = inputs.model_pass.units(timed_units, [f"unit {k}" for k in range(n_timed)])
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
     unit_seconds = time.perf_counter() - started
     started = time.perf_counter()
     shard = score_shard(
-        model_pass, rows, kernels=kernels, keep_features=inputs.settings.keep_features, cached_batches=cached_batches
+        inputs.model_pass, rows, kernels=kernels, keep_features=settings.keep_features, cached_batches=batches
     )
-    score_seconds = time.perf_counter() - started
-    units_factor = n_units / units.n_rows
-    states_factor = min(inputs.store.n_loss_positions, STATES) / max(1, corpus.n_positions)
-    return _Probe(
-        n_tokens=rows.n_tokens,
-        pass_seconds=pass_seconds,
-        unit_seconds=unit_seconds * units_factor,
-        score_seconds=score_seconds * units_factor,
-        widths={
-            name: n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items()
-        },
-        moment_bytes=sum(
-            # the number of stored states grows with the sample up to `STATES`; other moments have a fixed size
-            round(array.nbytes * (states_factor if name.startswith("states.") else 1))
-            for name, array in corpus.arrays().items()
-        ),
-        feature_bytes=sum(array.nbytes for array in (shard.features or {}).values()),
-    )
+    n_units = len(inputs.unit_set.units)
+    score_seconds = (time.perf_counter() - started) * n_units / units.n_rows
+    n_passes = 1.0 if use_cache else 1.0 + sampled_fraction
+    seconds = (n_passes * pass_seconds + score_seconds) * n_tokens / rows.n_tokens
+    seconds += unit_seconds * n_units / units.n_rows
 
-
-@dataclass(frozen=True, slots=True)
-class _CorpusSize:
-    """Estimated size of the whole corpus."""
-
-    n_documents: int
-    n_rows: int
-    n_tokens: int
-    n_loss_positions: int
-
-
-def _report(inputs: Inputs, probe: _Probe, ratio: float, tokens_bytes: int) -> str:
-    """Format the forecast.
-
-    Args:
-        inputs: inputs of a build on the first documents.
-        probe: costs that were measured.
-        ratio: number of documents of the corpus over those that were read.
-        tokens_bytes: bytes of the rows of the first documents on disk.
-    """
-    store, settings = inputs.store, inputs.settings
-    size = _CorpusSize(
-        *(round(ratio * n) for n in (store.n_documents, store.n_rows, store.n_tokens, store.n_loss_positions))
-    )
-    sampled_fraction = _sampled_fraction(inputs, size, ratio)
-    cached_bytes = round(ratio * feature_bytes(inputs))
-    fits = cached_bytes <= settings.features.max_cache_mb * MEGABYTE
-    use_cache = sampled_fraction == 1 and fits  # the features of loop 1 are stored, see `pipeline.can_cache`
-    passes = 1.0 if use_cache else 1.0 + sampled_fraction
-    seconds = (passes * probe.pass_seconds + probe.score_seconds) * size.n_tokens / probe.n_tokens + probe.unit_seconds
-
-    # Disk: numbers of every row, its names and labels (as one table, and shard by shard), moments, stored features.
-    finished = size.n_rows * sum(probe.widths.values()) * np.dtype(settings.array_dtype).itemsize + probe.moment_bytes
-    finished += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
-    finished += round(probe.feature_bytes * size.n_tokens / probe.n_tokens)
-    temporary, tokens_bytes = cached_bytes if use_cache else 0, round(ratio * tokens_bytes)
+    # Disk: numbers of every row; moments; names and labels, as one table and shard by shard; stored features.
+    width = sum(n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items())
+    disk = n_rows * width * np.dtype(settings.array_dtype).itemsize
+    states_factor = min(store.n_loss_positions, STATES) / max(1, corpus.n_positions)  # other moments have a fixed size
+    for name, array in corpus.arrays().items():
+        disk += round(array.nbytes * (states_factor if name.startswith("states.") else 1))
+    disk += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
+    disk += round(sum(array.nbytes for array in (shard.features or {}).values()) * n_tokens / rows.n_tokens)
+    temporary = cached_bytes if use_cache else 0
     if settings.keep_tokens:
-        finished += tokens_bytes
+        disk += tokens_bytes
     else:
         temporary += tokens_bytes
 
     about = "about " if ratio > 1 else ""
     questions = Counter(unit.target for unit in inputs.unit_set.units)
-    ranking = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    ranking = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
     more_disk = f", and {size_text(temporary)} more until it is finished" if temporary else ""
-    return (
-        f"rows: {about}{size.n_rows:,} of {about}{size.n_documents:,} documents\n"
-        f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}\n"
-        f"kernels: {', '.join(ranking)}\n"
-        f"time: {about}{size.n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, timed on "
-        f"{probe.n_tokens:,} tokens\n"
-        f"disk: about {size_text(finished)}{more_disk}"
-    )
-
-
-def _sampled_fraction(inputs: Inputs, size: _CorpusSize, ratio: float) -> float:
-    """Return the fraction of the positions of the corpus that loop 1 reads; 0 if moments are copied."""
-    settings, features = inputs.settings, inputs.settings.features
-    if settings.like is not None:
-        return 0.0
-    sample = Sample.draw(inputs.store.loss_counts(), features)
-    n_positions = sample.n_positions
-    if sample.is_whole and ratio > 1:  # the documents that were read are too few to fill the sample
-        min_rows = features.sample_rows if counts_rows(features) else 1
-        min_positions = max(features.sample_positions, min_rows * size.n_loss_positions // size.n_rows)
-        n_positions = min(size.n_loss_positions, min_positions)
-    return n_positions / max(1, size.n_loss_positions)
+    return [
+        f"rows: {about}{n_rows:,} of {about}{n_documents:,} documents",
+        f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}",
+        f"kernels: {', '.join(ranking)}",
+        f"time: {about}{n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, timed on "
+        f"{rows.n_tokens:,} tokens",
+        f"disk: about {size_text(disk)}{more_disk}",
+    ]

@@ -20,9 +20,8 @@ from grasp.models.build_source import load_reference
 from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
 from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
-from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.identity import Identity
-from grasp.pipeline.input_notes import note_corpus, note_questions
+from grasp.pipeline.input_notes import note_inputs
 from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import ModelPass
 from grasp.progress import Progress
@@ -107,15 +106,34 @@ def prepare_inputs(
             of the model.
     """
     model = model or in_memory.model
+    leaks: dict[str, Leaks] = {}
+    unit_inputs: Units
     if settings.model.reader is None:
         assert isinstance(model, ReferenceModel | None)
-        return _prepare_text(settings, tokens, progress, model, in_memory, replace=replace)
-    model = model or load_reference(settings.model)
-    progress.stage("rows", rows=None, tokens=None)
-    unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
-        settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
+        settings, model, store, unit_set, unit_inputs, leaks = _prepare_text(
+            settings, tokens, progress, model, in_memory, replace=replace
+        )
+    else:
+        model = model or load_reference(settings.model)
+        progress.stage("rows", rows=None, tokens=None)
+        unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
+            settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
+        )
+    progress.stage("units", rows=None, tokens=None)
+    encoding, encoding_fingerprint = model.reader  # e.g. `tokenizer`
+    identity = Identity(
+        fingerprints={
+            "model": model.fingerprint(),
+            encoding: encoding_fingerprint,
+            "corpus": store.fingerprint,
+            "targets": unit_set.fingerprint,
+        },
+        dtype=str(model.dtype).removeprefix("torch."),
+        features=settings.features.model_dump(mode="json"),
+        rounding={"device": model.device.type, **model.batching},
     )
-    return _assemble(settings, model, store, unit_set, unit_inputs, {}, progress)
+    model_pass = ModelPass.choose(model, settings.features)
+    return Inputs(settings, model_pass, store, unit_set, unit_inputs, identity, leaks)
 
 
 def _prepare_text(
@@ -126,8 +144,8 @@ def _prepare_text(
     in_memory: InMemory,
     *,
     replace: bool,
-) -> Inputs:
-    """Prepare the inputs of a language model, see `prepare_inputs`.
+) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens], dict[str, Leaks]]:
+    """Return completed settings, model, rows, units, their tokens and leaks of a language model.
 
     Texts are tokenised before the weights of the model are loaded, so that errors in them are reported early.
     """
@@ -154,7 +172,6 @@ def _prepare_text(
         )
     unit_set = unit_set.rendered(tokenizer)
     unit_tokens = unit_set.tokenize(tokenizer, settings.targets.max_length, context)
-    note_questions(unit_set, unit_tokens, tokenizer, progress)
     store = RowStore.write(
         tokens,
         settings.corpus,
@@ -165,8 +182,16 @@ def _prepare_text(
         replace=replace,
         progress=lambda rows: progress.advance(rows, 0),
     )
-    settings = _complete_settings(settings, store, tokenizer, context)
-    note_corpus(corpus, store, unit_set, tokenizer, context, progress)
+    # the lengths of rows and questions, and the date of chats, as they were used
+    max_unit_length = min(settings.targets.max_length, context or settings.targets.max_length)
+    updates: dict[str, Any] = {
+        "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
+        "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
+    }
+    if tokenizer.writes_chats and tokenizer.writes_date:
+        updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
+    settings = settings.model_copy(update=updates)
+    note_inputs(corpus, store, unit_set, tokenizer, context, progress)
     leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
     for target, target_leaks in leaks.items():
         progress.note(f"{target}: {target_leaks}")
@@ -186,45 +211,4 @@ def _prepare_text(
             f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
             f"{model.vocab_size}; correct the config"
         )
-    return _assemble(settings, model, store, unit_set, unit_tokens, leaks, progress)
-
-
-def _complete_settings(
-    settings: BuildSettings, store: RowStore, tokenizer: HfTokenizer, context: int | None
-) -> BuildSettings:
-    """Return the settings with the lengths of rows and questions, and the date of chats, as they were used."""
-    max_unit_length = min(settings.targets.max_length, context or settings.targets.max_length)
-    updates: dict[str, Any] = {
-        "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
-        "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
-    }
-    if tokenizer.writes_chats and tokenizer.writes_date:
-        updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
-    return settings.model_copy(update=updates)
-
-
-def _assemble(
-    settings: BuildSettings,
-    model: Reference,
-    store: RowStore,
-    unit_set: UnitSet,
-    unit_inputs: Units,
-    leaks: Mapping[str, Leaks],
-    progress: Progress,
-) -> Inputs:
-    """Choose the features that the model computes, and return the inputs with their identity."""
-    progress.stage("units", rows=None, tokens=None)
-    model_pass = ModelPass.choose(model, settings.features)
-    encoding, encoding_fingerprint = model.reader  # e.g. `tokenizer`
-    identity = Identity(
-        fingerprints={
-            "model": model.fingerprint(),
-            encoding: encoding_fingerprint,
-            "corpus": store.fingerprint,
-            "targets": unit_set.fingerprint,
-        },
-        dtype=str(model.dtype).removeprefix("torch."),
-        features=settings.features.model_dump(mode="json"),
-        rounding={"device": model.device.type, **model.batching},
-    )
-    return Inputs(settings, model_pass, store, unit_set, unit_inputs, identity, leaks)
+    return settings, model, store, unit_set, unit_tokens, leaks

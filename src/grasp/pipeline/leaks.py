@@ -54,15 +54,14 @@ def find_leaks(
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
     rows_of: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
-    for first_row, starts, text in _chunks(store, decode, index.reach) if index.n_entries else ():
+    for first_row, starts, text in _chunks(store, decode, index.reach) if index.compared else ():
         for e, begin, end in index.questions_in(text):
             rows = range(bisect_right(starts, begin) - 1, bisect_right(starts, end - 1))
             rows_of[units[e].target].update(first_row + i for i in rows)
-    compared = index.compared
     return {
         target: Leaks(
             np.array(sorted(rows), dtype=np.int64),
-            sum(e in compared for e, unit in enumerate(units) if unit.target == target),
+            sum(e in index.compared for e, unit in enumerate(units) if unit.target == target),
             sum(unit.target == target for unit in units),
         )
         for target, rows in rows_of.items()
@@ -105,7 +104,12 @@ def _starts(texts: Sequence[str]) -> list[int]:
 
 
 class QuestionIndex:
-    """An index of hashed n-grams of all questions, to search for in texts."""
+    """An index of hashed n-grams of all questions, to search for in texts.
+
+    Attributes:
+        compared: units whose question is long enough to be searched for.
+        reach: about how many characters an occurrence can span.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         units_of: dict[tuple[str, ...], dict[int, None]] = {}  # by the words of an entry: a question, or its last part
@@ -114,6 +118,9 @@ class QuestionIndex:
                 units_of.setdefault(words, {})[e] = None
         self._entries = list(units_of)
         self._units = [list(units_of_entry) for units_of_entry in units_of.values()]
+        self.compared = {e for units_of_entry in self._units for e in units_of_entry}
+        longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
+        self.reach = MAX_STRETCH * longest
         grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
         all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
@@ -130,22 +137,6 @@ class QuestionIndex:
         rare_order = order[rare[order]]
         self._gram_G, start_G = np.unique(all_hashes[rare_order], return_index=True)
         self._owners = np.split(owner[rare_order], start_G[1:])  # entries of each indexed n-gram
-
-    @property
-    def n_entries(self) -> int:
-        """Return the number of distinct questions, or parts of them, in the index."""
-        return len(self._entries)
-
-    @property
-    def compared(self) -> set[int]:
-        """Return the units whose question is long enough to be searched for."""
-        return {e for units in self._units for e in units}
-
-    @property
-    def reach(self) -> int:
-        """Return about how many characters an occurrence can span."""
-        longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
-        return MAX_STRETCH * longest
 
     def questions_in(self, text: str) -> list[tuple[int, int, int]]:
         """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
@@ -177,8 +168,6 @@ class QuestionIndex:
         `hits` are visited, each once.
 
         Args:
-            question: words of the question.
-            words: words of the text.
             hits: positions of indexed n-grams of the question in the text, ascending.
         """
         min_length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)

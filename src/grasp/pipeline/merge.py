@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
-from grasp.arrays import F32, I64
+from grasp.arrays import I64
 from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
@@ -132,18 +132,15 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
 
 def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
     """Return the columns of all parts; a label that is absent in a part is null there."""
-    type_of: dict[str, tuple[pa.DataType, ArtifactReader]] = {}
+    schema = pa.schema([])
     for part in parts:
-        for field in pq.read_schema(part.rows_path):
-            known_type, other = type_of.setdefault(field.name, (field.type, part))
-            if pa.types.is_null(known_type):  # all values are missing
-                type_of[field.name] = field.type, part
-            elif field.type != known_type and not pa.types.is_null(field.type):
-                raise ArtifactError(
-                    f"label {field.name}: is {known_type} in {other.location} and {field.type} in {part.location}; "
-                    "rebuild one of them with the type of the other"
-                )
-    return pa.schema([(name, data_type) for name, (data_type, _) in type_of.items() if name != "row_index"])
+        try:
+            schema = pa.unify_schemas([schema, pq.read_schema(part.rows_path)])
+        except pa.ArrowTypeError as err:
+            raise ArtifactError(
+                f"{part.location}: a label has another type than in earlier parts: {err}; rebuild it with their type"
+            ) from err
+    return pa.schema([field for field in schema if field.name != "row_index"])
 
 
 def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
@@ -184,22 +181,20 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
         progress.stage("merge", rows=n_rows, tokens=None)
         for k in range(writer.grid.n_shards):
             start, stop = writer.grid.bounds(k)
-            tables: list[pa.Table] = []
-            pieces: dict[str, list[F32]] = {name: [] for name in arrays}
-            for part, first_row in zip(unscaled_parts, first_rows[:-1], strict=True):
-                rows = np.arange(max(start - first_row, 0), min(stop - first_row, part.n_rows))
-                if not len(rows):
-                    continue
-                table = part.rows(rows)
-                if LOSS_TOKENS in schema.names and LOSS_TOKENS not in table.column_names:
-                    # plain text: all but the first token
-                    n_loss = pc.subtract(table["n_tokens"], 1).cast(schema.field(LOSS_TOKENS).type)
-                    table = table.append_column(LOSS_TOKENS, n_loss)
-                tables.append(table)
-                for name in arrays:
-                    pieces[name].append(part.array_rows(name, rows))
+            spans = [
+                (part, np.arange(max(start - first_row, 0), min(stop - first_row, part.n_rows)))
+                for part, first_row in zip(unscaled_parts, first_rows[:-1], strict=True)
+            ]
+            spans = [(part, rows) for part, rows in spans if len(rows)]
+            tables = [part.rows(rows) for part, rows in spans]
+            if LOSS_TOKENS in schema.names:
+                for i, table in enumerate(tables):
+                    if LOSS_TOKENS not in table.column_names:  # plain text: all but the first token
+                        n_loss = pc.subtract(table["n_tokens"], 1).cast(schema.field(LOSS_TOKENS).type)
+                        tables[i] = table.append_column(LOSS_TOKENS, n_loss)
             table = pa.concat_tables([schema.empty_table(), *tables], promote_options="permissive").select(schema.names)
-            writer.write_shard(k, {name: np.concatenate(of_array) for name, of_array in pieces.items()}, table, {})
+            shard = {name: np.concatenate([part.array_rows(name, rows) for part, rows in spans]) for name in arrays}
+            writer.write_shard(k, shard, table, {})
             progress.advance(table.num_rows, 0)
         moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
         moments |= _leaks_of_all(parts, first_rows)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32, F64, I64
+from grasp.arrays import F32, I64
 from grasp.artifact.manifest import ArrayFiles
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
@@ -33,7 +33,6 @@ from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 from grasp.targets.margins import Answers
-from grasp.targets.units import UnitTokens
 
 SUMMARY_PREFIX = "tail."  # in names of stored arrays: those of `Batch.summary_batch`
 
@@ -125,39 +124,23 @@ class ModelPass:
             ModelError: the model computed NaN or infinity; the message names the units.
         """
         answers = Answers.of(units) if isinstance(units, Sequence) else None
-        if answers is None or answers.are_units:
-            batch, gradient_EK = self._unit_features(units, names, len(units))
-            return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
-        names = [names[e] for e in answers.unit_A]
-        losses_A = np.empty(len(names))  # mean loss of each answer
-        for index, features in forward_passes(self.model, answers.tokens, ("all",), 1):
-            refuse_non_finite(features, [names[a] for a in index], "unit")
-            losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
-        # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
-        # units are averaged.
-        weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
-        weighted = answers.unit_A, weight_A
-        batch, gradient_EK = self._unit_features(answers.tokens, names, len(answers.weight_E), weighted)
-        loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
-        return replace(batch.combined(*weighted, loss_E), gradient_BK=gradient_EK, sampled=self.sampled)
-
-    def _unit_features(
-        self, items: Units, names: Sequence[str], n_units: int, weighted: tuple[I64, F64] | None = None
-    ) -> tuple[Batch, Tensor | None]:
-        """Run the model on units or their answers.
-
-        Args:
-            items: units, or answers.
-            names: name of the unit of each item, for messages.
-            n_units: number of units.
-            weighted: for answers, the unit of each answer and its weight, (A,) each; None if items are units.
-        Returns:
-            The items as one batch, and the sampled gradients of the units, (E, K), if a kernel needs them.
-        """
+        if answers is not None and answers.are_units:
+            answers = None
+        items, n_units = units, len(units)
+        if answers is not None:
+            items, n_units = answers.tokens, len(answers.weight_E)
+            names = [names[e] for e in answers.unit_A]
+            losses_A = np.empty(len(names))  # mean loss of each answer
+            for index, features in forward_passes(self.model, items, ("all",), 1):
+                refuse_non_finite(features, [names[a] for a in index], "unit")
+                losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
+            # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
+            # units are averaged.
+            weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
         gradient_EK: Tensor | None = None
         if self.sampled is not None:
-            gradient_EK = allocate_unit_gradients(n_units, self.sampled, self.settings.gradient_memory_mb)
-            if weighted is not None:
+            gradient_EK = allocate_unit_gradients(n_units, self.sampled)
+            if answers is not None:
                 gradient_EK.zero_()
         batches: list[tuple[I64, Batch]] = []
         for index, features, gradient_BK in self._run_model(items, self.settings.unit_positions):
@@ -166,13 +149,16 @@ class ModelPass:
                 continue
             # Rounded before the copy, so that results do not depend on the device that stores the gradients.
             rounded_BK = _round_to_stored(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
-            if weighted is None:
+            if answers is None:
                 gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = rounded_BK
                 continue
-            unit_A, weight_A = weighted
             for a, gradient_K in zip(index, rounded_BK, strict=True):
-                gradient_EK[unit_A[a]] += float(weight_A[a]) * gradient_K
-        return merge_batches(batches, len(items)), gradient_EK
+                gradient_EK[answers.unit_A[a]] += float(weight_A[a]) * gradient_K
+        batch = merge_batches(batches, len(items))
+        if answers is not None:
+            loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
+            batch = batch.combined(answers.unit_A, weight_A, loss_E)
+        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
 
     def _run_model(
         self, items: TokenRows | Units, position_specs: tuple[str, ...]
@@ -180,48 +166,35 @@ class ModelPass:
         """Run the model on rows or units in batches.
 
         Args:
-            items: rows or units.
             position_specs: positions whose features are extracted, such as `all` or `tail:32`.
         Yields:
             Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
             needs them.
         """
-        if self.sampled is not None:
-            assert isinstance(items, TokenRows | Sequence)
-            yield from self._run_with_gradients(self.sampled, items, position_specs)
+        sampled, settings = self.sampled, self.settings
+        if sampled is None:
+            for index, features in forward_passes(self.model, items, position_specs, settings.top_k):
+                yield index, features, None
             return
-        for index, features in forward_passes(self.model, items, position_specs, self.settings.top_k):
-            yield index, features, None
-
-    def _run_with_gradients(
-        self, sampled: SampledGradients, items: TokenRows | Sequence[UnitTokens], position_specs: tuple[str, ...]
-    ) -> Iterator[tuple[I64, BatchFeatures, Tensor]]:
-        """Run a forward and a backward pass; features come from the hidden states of the same forward pass."""
+        # features come from the hidden states of the pass whose gradients are computed
         assert isinstance(self.model, ReferenceModel)
-        examples = row_examples(items, self.settings) if isinstance(items, TokenRows) else unit_examples(items)
+        assert isinstance(items, TokenRows | Sequence)
+        loss_tokens: list[Any]  # of each item: a mask, or the first one; `extract` selects positions among them
+        if isinstance(items, TokenRows):
+            examples, loss_tokens = row_examples(items, settings), [items.mask(i) for i in range(len(items))]
+        else:
+            examples = [Example(unit.input_ids, unit.first) for unit in items]
+            loss_tokens = [unit.first for unit in items]
         for batch_index in sampled.batches(examples):
             passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
             for index, (gradient_BK, hidden_BLH) in passes:
-                batch_examples = [examples[int(i)] for i in index]
-                # all tokens with loss, as a mask or from the first one on: `extract` selects positions among them
-                loss_tokens = (
-                    [items.mask(int(i)) for i in index]
-                    if isinstance(items, TokenRows)
-                    else [example.first for example in batch_examples]
-                )
-                padded = pad_rows([example.input_ids for example in batch_examples], loss_tokens)
-                features = extract(self.model, *padded, position_specs, self.settings.top_k, hidden_BLH)
-                yield index, features, gradient_BK
+                padded = pad_rows([examples[int(i)].input_ids for i in index], [loss_tokens[int(i)] for i in index])
+                yield index, extract(self.model, *padded, position_specs, settings.top_k, hidden_BLH), gradient_BK
 
     def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
         """Build a batch from the features of a pass.
 
         `features` has one or two sets of positions: kernels read the first; summaries, if any, the second.
-
-        Args:
-            features: features of rows or units.
-            names: their names, for messages.
-            noun: `row` or `unit`, for messages.
         """
         refuse_non_finite(features, names, noun)
         n_rows = len(names)
@@ -241,7 +214,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
 
     Args:
         parts: batches, each with the row number that each of its rows has in the merged batch.
-        n_rows: number of rows of the merged batch.
     """
     batches = [batch for _, batch in parts]
     loss_B = batches[0].loss_B.new_zeros(n_rows)
@@ -262,11 +234,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
     )
 
 
-def unit_examples(units: Sequence[UnitTokens]) -> list[Example]:
-    """Return units as inputs of a backward pass."""
-    return [Example(unit.input_ids, unit.first) for unit in units]
-
-
 def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
     """Return rows as inputs of a backward pass, whose loss is that at the positions that kernels read."""
     examples = []
@@ -284,9 +251,6 @@ def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
 def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
     """Run a batch; if the GPU runs out of memory, run its halves, recursively.
 
-    Args:
-        index: indices of the rows of the batch.
-        run: computes the outcome of some rows.
     Raises:
         ModelError: the memory does not suffice for one row.
     """
@@ -335,9 +299,29 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
         ModelError: hidden states that do not fit float16.
     """
     arrays: Arrays = {f"{k}.rows": index}
-    for prefix, positions in (("", batch), (SUMMARY_PREFIX, batch.summary_batch)):
-        if positions is not None:
-            arrays |= {f"{k}.{prefix}{name}": array for name, array in _position_arrays(positions, half=half).items()}
+    for prefix, positions in ((f"{k}.", batch), (f"{k}.{SUMMARY_PREFIX}", batch.summary_batch)):
+        if positions is None:
+            continue
+        hidden_PH, residual = positions.hidden_PH.half() if half else positions.hidden_PH, positions.residual
+        if half and not bool(hidden_PH.isfinite().all()):
+            raise ModelError(
+                "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
+                "without keep_features"
+            )
+        tensors = {
+            "hidden": hidden_PH,
+            "index": residual.index_PK.int(),
+            "value": residual.value_PK.half() if half else residual.value_PK,
+            "loss": residual.loss_P,
+            "row": positions.row_P.int(),
+            "input": positions.input_P.int(),
+            "row_loss": positions.loss_B,
+        }
+        if positions.weight_P is not None:
+            tensors["weight"] = positions.weight_P
+        if residual.truncated_P is not None:
+            tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
+        arrays |= {f"{prefix}{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
     if batch.gradient_BK is not None:
         stored_BK = _round_to_stored(batch.gradient_BK)
         is_bfloat16 = stored_BK.dtype == torch.bfloat16  # numpy has no bfloat16: its bits are stored
@@ -348,31 +332,6 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
 def _round_to_stored(gradient_BK: Tensor) -> Tensor:
     """Convert coordinates to the dtype in which they are stored: bfloat16, or float64 if the model has float64."""
     return gradient_BK if gradient_BK.dtype == torch.float64 else gradient_BK.bfloat16()
-
-
-def _position_arrays(batch: Batch, *, half: bool) -> Arrays:
-    """Return the features of a batch at its positions as named arrays."""
-    hidden_PH = batch.hidden_PH.half() if half else batch.hidden_PH
-    if half and not bool(hidden_PH.isfinite().all()):
-        raise ModelError(
-            "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
-            "without keep_features"
-        )
-    residual = batch.residual
-    tensors = {
-        "hidden": hidden_PH,
-        "index": residual.index_PK.int(),
-        "value": residual.value_PK.half() if half else residual.value_PK,
-        "loss": residual.loss_P,
-        "row": batch.row_P.int(),
-        "input": batch.input_P.int(),
-        "row_loss": batch.loss_B,
-    }
-    if batch.weight_P is not None:
-        tensors["weight"] = batch.weight_P
-    if residual.truncated_P is not None:
-        tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
-    return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
 
 def read_batches(
@@ -492,11 +451,8 @@ def compute_moments(
     """Run the model on rows of the sample, and return their moments for all kernels.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the sample.
         states_every: store every `states_every`-th hidden state.
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     corpus = CorpusMoments(model_pass.model, states_every)
     kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
@@ -522,12 +478,7 @@ def score_shard(
     """Run the model on the rows of a shard, and score each batch by every kernel.
 
     Args:
-        model_pass: the model, and the features to extract.
-        rows: rows of the shard.
-        kernels: prepared kernels.
-        keep_features: also return the features, as an artifact stores them.
         cached_batches: batches of these rows from `batch_arrays`, used instead of running the model.
-        advance: callback that receives the numbers of rows and tokens of each batch.
     """
     loss_N = np.empty(len(rows), dtype=np.float32)
     arrays: dict[str, F32] = {}

@@ -26,9 +26,9 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
+from grasp.kernel_table import BuiltRule
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -103,7 +104,12 @@ def build_artifact(
             return out
         inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
         work = out / "work" / inputs.identity.key
-        with open_workers(inputs, cluster) as workers:
+        workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
+        if cluster is not None:
+            from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
+
+            workers_context = ray_workers(cluster, inputs.settings, inputs.units)
+        with workers_context as workers:
             kernels, batch_cache = estimate_moments(
                 inputs, workers, work, progress, may_cache=cluster is None, must_be_trained=must_be_trained
             )
@@ -113,15 +119,6 @@ def build_artifact(
         finish_artifact(inputs, kernels, writer, None if is_resumed else start_times)
         clean(inputs.settings, out)
     return out
-
-
-def open_workers(inputs: Inputs, cluster: ClusterSpec | None) -> AbstractContextManager[Workers]:
-    """Return a context with the workers that run the model: those of a Ray cluster, or this process."""
-    if cluster is None:
-        return nullcontext(Workers(inputs.model_pass))
-    from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
-
-    return ray_workers(cluster, inputs.settings, inputs.units)
 
 
 # -------------------------------------------------------------------- loop 1: moments
@@ -145,12 +142,7 @@ class Sample:
 
     @classmethod
     def draw(cls, loss_counts_N: NDArray[np.int64], settings: FeatureSettings) -> Self:
-        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows.
-
-        Args:
-            loss_counts_N: number of positions of each row that carry loss.
-            settings: size and seed of the sample, and the kernels.
-        """
+        """Draw rows until they have `sample_positions` positions, and `sample_rows` rows if moments are over rows."""
         order_N = stream(settings.seed, "moments", "token").permutation(len(loss_counts_N))
         total_N = np.cumsum(loss_counts_N[order_N])  # positions of the first rows of the order
         n_rows = int(np.searchsorted(total_N, settings.sample_positions, side="left")) + 1
@@ -169,17 +161,17 @@ def estimate_moments(
     are copied from another artifact instead of being estimated, so that both artifacts can be merged.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        work: directory of intermediate files.
-        progress: receives stages, notes and numbers of rows.
-        may_cache: cache the batches, if `can_cache`.
-        must_be_trained: refuse a language model that predicts the sample no better than chance.
+        may_cache: cache the batches, if loop 1 reads every row and its features fit in `features.max_cache_mb`.
     """
-    settings, model = inputs.settings, inputs.model
-    sample = Sample.draw(inputs.store.loss_counts(), settings.features)
-    use_cache = may_cache and can_cache(inputs, sample)
-    progress.plan(planned_tokens(inputs, sample, use_cache=use_cache))
+    settings, store, model = inputs.settings, inputs.store, inputs.model
+    sample = Sample.draw(store.loss_counts(), settings.features)
+    fits = feature_bytes(inputs) <= settings.features.max_cache_mb * MEGABYTE
+    use_cache = may_cache and sample.is_whole and fits and settings.like is None
+    # tokens that the model reads in each stage, to estimate the remaining time
+    n_tokens = store.n_tokens * (FORWARD_BACKWARD_COST if needs_backward(settings.features.kernels) else 1)
+    sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
+    stages = {"moments": round(n_tokens * sampled_fraction), "rows scored": 0 if use_cache else n_tokens}
+    progress.plan({stage: n for stage, n in stages.items() if n})
     corpus = CorpusMoments(model, sample.states_every)
     kernels = make_kernels(settings.features.kernels, model, settings.features, corpus)
     moment_file = ArrayFiles(work / "moments")  # one file, with number 0
@@ -226,12 +218,7 @@ def accumulate_moments(
     depend on the number of workers.
 
     Args:
-        inputs: model and rows.
-        workers: run the model.
-        sample: rows from which the moments are estimated.
-        corpus: moments of all kernels.
         batch_cache: receives the batches; the chunks are then the shards. None: batches are not stored.
-        progress: receives stages and numbers of rows.
         must_be_trained: refuse a language model by its loss on the first chunk.
     """
     store = inputs.store
@@ -250,12 +237,6 @@ def accumulate_moments(
             batch_cache.end_shard()
 
 
-def can_cache(inputs: Inputs, sample: Sample) -> bool:
-    """Return whether loop 1 reads every row, and its features fit in `features.max_cache_mb`."""
-    fits = feature_bytes(inputs) <= inputs.settings.features.max_cache_mb * MEGABYTE
-    return sample.is_whole and fits and inputs.settings.like is None
-
-
 def feature_bytes(inputs: Inputs) -> int:
     """Estimate the bytes of the features of all rows, as `BatchCache` stores them."""
     store, model_pass = inputs.store, inputs.model_pass
@@ -265,18 +246,6 @@ def feature_bytes(inputs: Inputs) -> int:
     n_position_sets = len(settings.row_positions)
     n_coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
     return store.n_loss_positions * position_bytes * n_position_sets + 2 * n_coordinates * store.n_rows  # bfloat16
-
-
-def planned_tokens(inputs: Inputs, sample: Sample, *, use_cache: bool) -> dict[str, int]:
-    """Return about how many tokens the model reads in each stage, to estimate the remaining time.
-
-    With a backward pass each token counts `FORWARD_BACKWARD_COST` times.
-    """
-    settings, store = inputs.settings, inputs.store
-    cost = store.n_tokens * (FORWARD_BACKWARD_COST if needs_backward(settings.features.kernels) else 1)
-    sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
-    tokens = {"moments": round(cost * sampled_fraction), "rows scored": 0 if use_cache else cost}
-    return {stage: n for stage, n in tokens.items() if n}
 
 
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
@@ -343,12 +312,7 @@ def write_shards(
     """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        out: directory of the artifact.
         batch_cache: batches of loop 1; None: run the model.
-        progress: receives stages, notes and numbers of rows.
     """
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
@@ -359,6 +323,7 @@ def write_shards(
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
         dtype=settings.array_dtype,
     )
+    sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     feature_files = ArrayFiles(out / FEATURES) if settings.keep_features else None
     read_cached = None if batch_cache is None else batch_cache.read
     for k, shard in scored_shards(inputs, workers, kernels, writer.left, read_cached, progress):
@@ -367,7 +332,7 @@ def write_shards(
         table = store.table(k).append_column("loss", pa.array(shard.loss_N, pa.float32()))
         if store.masked:
             table = table.append_column(LOSS_TOKENS, pa.array(store.loss_counts(k), pa.int32()))
-        sums = column_sums(shard.arrays)
+        sums = {f"{name}.square": (shard.arrays[name].astype(np.float64) ** 2).sum(axis=0) for name in sketches}
         if "relevance_gradient" in shard.arrays:
             no_gradient_N = ~shard.arrays["relevance_gradient"].any(axis=1)
             sums[NO_GRADIENT_COUNT] = np.array([no_gradient_N.sum()], dtype=np.float64)
@@ -387,9 +352,6 @@ def finish_artifact(
     """Write units, moments and the manifest, which complete the artifact.
 
     Args:
-        inputs: model, rows and units.
-        kernels: prepared kernels.
-        writer: writer of the artifact, with all shards.
         start_times: times at which the build began; None if it was interrupted since.
     """
     sums = writer.sums()
@@ -403,6 +365,8 @@ def finish_artifact(
     # that both can be moved together.
     manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
+    ranking = [name for name in inputs.settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
     writer.finish(
         manifest=manifest,
         moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
@@ -423,12 +387,7 @@ def scored_shards(
     """Yield the scores of shards, as they finish, each with its number.
 
     Args:
-        inputs: model, rows and units.
-        workers: run the model.
-        kernels: prepared kernels.
-        shards: numbers of the shards to score.
         read_cached: returns the stored batches of a shard; None: run the model.
-        progress: receives stages and numbers of rows.
     """
     store, keep_features = inputs.store, inputs.settings.keep_features
     n_rows = round(store.n_rows * len(shards) / store.n_shards)
@@ -447,16 +406,6 @@ def scored_shards(
         progress.stage("rows scored", rows=n_rows, tokens=n_tokens)
     chunks = ((k, store.shard(k)) for k in shards)
     yield from workers.run(score_shard, chunks, progress.advance, kernels=kernels, keep_features=keep_features)
-
-
-def column_sums(arrays: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
-    """Return the sum and the sum of squares of every column of every array, as `NAME.total` and `NAME.square`."""
-    sums: dict[str, NDArray[np.float64]] = {}
-    for name, array in arrays.items():
-        array_f64 = array.astype(np.float64)
-        sums[f"{name}.total"] = array_f64.sum(axis=0)
-        sums[f"{name}.square"] = (array_f64**2).sum(axis=0)
-    return sums
 
 
 def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:

@@ -35,9 +35,6 @@ from grasp.text import ending, plain, skipped_lines
 MAX_EXAMPLES = 3
 MAX_EXAMPLE_CHARS = 400
 MAX_VALUES_CHARS = 48  # of the frequent values of a label, or of a wrong answer
-MAX_TESTED_VALUES = 100  # values of a label that are tested for being URLs or dates
-_URL = re.compile(r"(?:https?:)?//[^/\s]+")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _UNQUOTED = re.compile(r"[\w.]+")  # expressions that a shell reads without quotes
 _LABEL_TABLE = pa.schema(
     {
@@ -92,7 +89,7 @@ def preview_corpus(
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
     records = _summarize(opened.documents(0))
-    notes = [*opened.notes, *_column_notes(opened, records)]
+    notes = [*opened.notes, *column_notes(opened.columns, list(records.counts), sorted(records.ignored))]
     headline = f"{settings.path}: {records.n_read:,} records" + f" (the first {limit:,})" * (records.n_read == limit)
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
@@ -151,16 +148,16 @@ def _summarize(documents: Iterable[Document]) -> _RecordSummary:
     return summary
 
 
-def _column_notes(corpus: Corpus, records: _RecordSummary) -> list[str]:
-    """Return notes on the role of each column, the columns that cannot be labels, and an unused preference pair."""
-    roles = ", ".join(f"{role} from {column!r}" for role, column in corpus.columns.items())
-    notes = [f"columns: {roles or 'none'}"]
-    if records.ignored:
+def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Sequence[str]) -> list[str]:
+    """Return notes on the columns of a corpus: their roles, those that cannot be labels, and an unused pair."""
+    columns = ", ".join(f"{role} from {column!r}" for role, column in roles.items())
+    notes = [f"columns: {columns or 'none'}"]
+    if ignored:
         notes.append(
-            f"left out: {', '.join(sorted(records.ignored))} (binary, lists of numbers or of records); request a value "
-            f"by its path, e.g. --set corpus.label_paths=[{min(records.ignored)}.0]"
+            f"left out: {', '.join(ignored)} (binary, lists of numbers or of records); request a value by its path, "
+            f"e.g. --set corpus.label_paths=[{ignored[0]}.0]"
         )
-    return notes + unread_notes(corpus.columns, [*records.counts, *records.ignored])
+    return notes + unread_notes(roles, [*labels, *ignored])
 
 
 def _skipped_notes(skipped: Skipped) -> list[str]:
@@ -169,17 +166,12 @@ def _skipped_notes(skipped: Skipped) -> list[str]:
 
 def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
     """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
-    values = list(counts)
-    expression, tested = identifier(label), values[:MAX_TESTED_VALUES]
-    if values and kind in ("int", "long", "float") and len(values) > MAX_UNBINNED_VALUES:
+    expression = identifier(label)
+    if kind in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
         expression = f"bins({expression}, {DEFAULT_BINS})"
-    elif values and all(_URL.match(value) for value in tested):
-        expression = f"host({expression})"
-    elif len(values) > MAX_UNBINNED_VALUES and all(_DATE.match(value) for value in tested):
-        expression = f"year({expression})"
     return {
         "label": label,
-        "values": len(values),
+        "values": len(counts),
         "missing": n_read - counts.total(),
         "most frequent": plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS),
         "select with": f"--by {expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)}",
@@ -205,7 +197,10 @@ def preview_targets(
     names = split_names(targets) if isinstance(targets, str) else targets
     settings = names if isinstance(names, TargetSettings) else TargetSettings(names=tuple(map(str, names)))
     units = load_units(settings)
-    example_index = _example_units(units.units)
+    # at most three examples: the first unit of each target, then the next ones
+    first = {unit.target: k for k, unit in reversed(list(enumerate(units.units)))}
+    later = [k for k in range(len(units.units)) if k not in first.values()]
+    example_index = sorted([*sorted(first.values()), *later][:MAX_EXAMPLES])
     encoder, context = _load_tokenizer(model, tokenizer)
     lengths: dict[str, list[int]] = {}  # tokens with loss of each unit, by target, if they are known
     if encoder is None:
@@ -214,7 +209,6 @@ def preview_targets(
     else:
         units = units.rendered(encoder)
         encoded = units.tokenize(encoder, settings.max_length, context)
-        lengths = {}
         for unit, tokens in zip(units.units, encoded, strict=True):  # those of wrong answers included
             n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
             lengths.setdefault(unit.target, []).append(n_tokens)
@@ -224,17 +218,6 @@ def preview_targets(
     examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
     headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
     return Preview(table, headline, (*unread_files_notes(settings), *notes), signs=False, examples=examples)
-
-
-def _example_units(units: Sequence[Unit]) -> list[int]:
-    """Return the positions of at most three units: the first of each target, then the next ones."""
-    targets: set[str] = set()
-    first: list[int] = []
-    later: list[int] = []
-    for k, unit in enumerate(units):
-        (later if unit.target in targets else first).append(k)
-        targets.add(unit.target)
-    return sorted([*first, *later][:MAX_EXAMPLES])
 
 
 def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]]) -> pa.Table:

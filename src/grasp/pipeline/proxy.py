@@ -4,10 +4,8 @@ Relevance is computed with this proxy instead of a model of the user. `train_pro
 artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -21,73 +19,58 @@ from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress, Silent
-from grasp.settings import CorpusSettings, ModelSettings
+from grasp.settings import BuildSettings, CorpusSettings, ModelSettings
+from grasp.targets import Unit, load_units
 from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
-from grasp.training.train import RECORD, Trainer, train
+from grasp.training.train import RECORD, start_training, train
 
 MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
 N_SEGMENTS = 4  # of a training; an interrupted one resumes from the end of the last finished segment
-TIMED_STEPS = 5  # steps from which the time of the training is estimated
 FORECAST_SHARD_ROWS = 1024  # rows per shard of the temporary copy of a part of the corpus
 
 
-def train_proxy(
-    out: Path, corpus: CorpusSettings, tokenizer: str | None, *, seed: int, shard_rows: int, progress: Progress
-) -> Path:
+def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units: Sequence[Unit] = ()) -> Path:
     """Train a model of the size of the recipe `tiny` on all rows, and return its directory; a finished one is reused.
 
     An interrupted training is resumed by the same call, with the same weights on a CPU.
 
     Args:
         out: directory of the artifact, which will use the same rows.
-        corpus: with `max_length`, the context of the model.
-        tokenizer: directory or hub name of a tokenizer. Default: byte-level BPE with the vocabulary of `tiny`, trained
-            on the corpus.
-        seed: seed of the initialisation and of the order of the rows.
-        shard_rows: rows per shard of the artifact.
+        settings: of the build. `corpus.max_length` is the context of the model. Without `model.tokenizer`, byte-level
+            BPE with the vocabulary of `tiny` is trained on the corpus.
         progress: receives the stages, and the rows and tokens of each step.
+        units: units of targets that are passed as objects.
     Raises:
+        TargetError: a target cannot be read, which is reported before the training.
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
+    load_units(settings.targets, units)
     with lock_artifact(out):
-        encoder, rows = _prepare_rows(out, corpus, tokenizer, shard_rows, progress)
-        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
+        encoder, rows = _prepare_rows(out, settings.corpus, settings.model.tokenizer, settings.shard_rows, progress)
+        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, settings.corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
                 f"no --model: a model of {recipe.shape.layers} layers of width {recipe.shape.hidden} and "
                 f"{encoder.vocab_size:,} tokens is trained from scratch on {rows.n_rows:,} rows: {recipe.steps} steps "
                 f"of {recipe.batch_rows} rows; it is stored in {out / MODEL}"
             )
+        step_tokens = min(recipe.batch_rows * recipe.shape.context, rows.n_tokens)
+        progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * step_tokens)
         train(
             recipe,
             rows,
-            seed=seed,
+            seed=settings.features.seed,
             tokenizer=encoder,
             out=out / MODEL,
             checkpoints=tuple(recipe.steps * k // N_SEGMENTS for k in range(1, N_SEGMENTS)),
-            progress=_step_progress(recipe, rows.n_tokens, progress),
+            progress=lambda _: progress.advance(recipe.batch_rows, step_tokens),
         )
     return out / MODEL
-
-
-def _step_progress(recipe: TrainingRecipe, n_tokens: int, progress: Progress) -> Callable[[int], None]:
-    """Begin the stage of the training, and return a function that reports a step, and the expected time after some."""
-    step_tokens = min(recipe.batch_rows * recipe.shape.context, n_tokens)
-    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * step_tokens)
-    started = time.perf_counter()
-
-    def report_step(step: int) -> None:
-        progress.advance(recipe.batch_rows, step_tokens)
-        if step == TIMED_STEPS:
-            seconds = (time.perf_counter() - started) / TIMED_STEPS * recipe.steps
-            progress.note(f"the training takes about {duration_text(seconds)}")
-
-    return report_step
 
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
@@ -103,11 +86,11 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     """
     encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
-    trainer = Trainer(recipe, [0], "cpu")
+    training = start_training(recipe, 0, eos_id=encoder.eos_id)
     batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch
-    step_seconds = time_step(trainer, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows
+    step_seconds = time_step(training, rows, np.arange(batch_rows)) * recipe.batch_rows / batch_rows
     hf_logging.disable_progress_bar()  # the command line has its own progress display
-    trainer.model.to_hf(0, encoder.eos_id).save_pretrained(out / MODEL)
+    training.model.save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
     return out / MODEL, (
         f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "
@@ -118,8 +101,17 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
 def _prepare_rows(
     out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
 ) -> tuple[HfTokenizer, RowStore]:
-    """Load or train the tokenizer, and encode the corpus to rows."""
-    hf_tokenizer = _load_or_train_tokenizer(out, corpus, tokenizer, progress)
+    """Load the named tokenizer, or train one on the corpus and store it, and encode the corpus to rows."""
+    directory = out / TOKENIZER
+    if tokenizer is not None:
+        hf_tokenizer = tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
+    else:
+        if not directory.exists():
+            progress.stage("tokenizer", rows=None, tokens=None)
+            with atomic_path(directory) as part:
+                trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
+                trained.save_pretrained(part)
+        hf_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
     progress.stage("rows", rows=None, tokens=None)
     return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
@@ -130,19 +122,6 @@ def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> Train
     assert corpus.max_length is not None
     recipe = proxy_training(default_proxy_recipe(n_rows), n_rows, vocab_size, corpus.max_length)
     return recipe.model_copy(update={"batch_rows": min(recipe.batch_rows, n_rows)})
-
-
-def _load_or_train_tokenizer(out: Path, corpus: CorpusSettings, tokenizer: str | None, progress: Progress) -> Any:
-    """Load the named tokenizer, or train one on the corpus and store it; a stored one is reused."""
-    if tokenizer is not None:
-        return tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
-    directory = out / TOKENIZER
-    if not directory.exists():
-        progress.stage("tokenizer", rows=None, tokens=None)
-        with atomic_path(directory) as part:
-            trained = train_tokenizer(tokenizer_texts(corpus), vocab_size=RECIPES["tiny"].shape.vocab_size)
-            trained.save_pretrained(part)
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
 
 
 def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:

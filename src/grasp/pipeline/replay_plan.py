@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,14 +22,13 @@ from grasp.extras import require
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ReplaySettings
 from grasp.text import duration_text, size_text
-from grasp.training.adamw import AdamWTraining
+from grasp.training.adamw import EXACT_DTYPES, AdamWTraining
 from grasp.training.adjoint import norm_of
-from grasp.training.fine_tuning import EXACT_DTYPES, FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
-from grasp.training.metagradient import MetagradientSettings, ReplayCost, middle_steps, replay_cost
+from grasp.training.metagradient import MetagradientSettings, middle_steps, replay_cost
 from grasp.training.recipe import OptimizerRecipe
-from grasp.training.row_order import label_weights, token_batches
-from grasp.training.train import Trainer
+from grasp.training.row_order import token_batches
+from grasp.training.train import start_training
 from grasp.training.trajectory import TrajectorySize
 
 ORDERS_FROM_SCRATCH = 3  # default number of orders; single trainings from scratch agree badly
@@ -115,7 +113,7 @@ def _plan_from_scratch(
         settings=settings,
         optimizer=training_recipe,
         differentiation=differentiation,
-        start=lambda k: Trainer(training_recipe, [seed + k], device),
+        start=lambda k: start_training(training_recipe, seed + k, device),
         from_scratch=True,
         notes=recipe.notes,
     )
@@ -130,12 +128,12 @@ def _plan_fine_tuning(
     optimizer = recipe.optimizer(n_rows)
     model = copy.deepcopy(reference.model) if copied else reference.model
     model, notes = make_trainable(model, reference.frozen, recipe, settings.seed)
-    initial = FineTuning(model, optimizer)
+    initial = AdamWTraining(model, optimizer)
     initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
 
     def start(_: int) -> AdamWTraining:
         """Return the training before its first step; all orders train the same model object, one after another."""
-        training = FineTuning(model, optimizer)
+        training = AdamWTraining(model, optimizer)
         training.set_weights(initial_weights)
         return training
 
@@ -153,11 +151,7 @@ def _plan_fine_tuning(
 def _metagradient_settings(
     settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
 ) -> MetagradientSettings:
-    """Return the settings by which a training of `steps` steps is differentiated.
-
-    Args:
-        first_step: first step that is differentiated, unless the settings have a window.
-    """
+    """Return the settings by which a training of `steps` steps is differentiated."""
     if settings.window is not None:
         first_step = max(0, steps - settings.window)
     return MetagradientSettings(
@@ -220,54 +214,8 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
 # -------------------------------------------------------------------- forecast
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayForecast:
-    """What a replay needs.
-
-    Attributes:
-        optimizer: budget and optimizer of each training.
-        orders: number of trainings that are differentiated, each with another order of the rows.
-        size: size of the states of one training.
-        cost: cost of one replay, in trainings.
-        retrainings: number of retrainings to check the derivatives.
-        step_seconds: time of the gradient of one batch.
-        disk_bytes: disk space of intermediate results.
-        memory_bytes: memory in addition to that of the training.
-    """
-
-    optimizer: OptimizerRecipe
-    orders: int
-    size: TrajectorySize
-    cost: ReplayCost
-    retrainings: int
-    step_seconds: float
-    disk_bytes: int
-    memory_bytes: int
-
-    @property
-    def trainings(self) -> float:
-        """Return the cost of all orders and of the check, in trainings."""
-        return self.orders * self.cost.total + self.retrainings
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of all orders and of the check."""
-        return self.trainings * self.size.steps * self.step_seconds
-
-    def __str__(self) -> str:
-        count, each = (f"{self.orders} trainings", ", each") if self.orders > 1 else ("a training", ",")
-        check = f"; {self.retrainings} more to check it" if self.retrainings else ""
-        total = f"; {self.trainings:.1f} in all" if self.orders > 1 or self.retrainings else ""
-        return (
-            f"{count} of {self.optimizer} with {self.size.parameters:,} parameters{each} differentiated at the "
-            f"price of {self.cost}{check}{total}; about {duration_text(self.seconds)}, "
-            f"{size_text(self.memory_bytes)} more memory than the training alone, and {size_text(self.disk_bytes)} of "
-            "disk until it is finished"
-        )
-
-
-def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> ReplayForecast:
-    """Time the gradient of one batch, and forecast time and disk space of a replay.
+def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
+    """Time the gradient of one batch; return the cost of a replay, in trainings, and a line on time, memory and disk.
 
     Args:
         plan: trainings of the replay.
@@ -287,29 +235,27 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
         disk_bytes += size.segment_bytes
     else:
         memory_bytes += size.segment_bytes
-    return ReplayForecast(
-        optimizer=plan.optimizer,
-        orders=plan.n_orders,
-        size=size,
-        cost=replay_cost(order, n_rows, n_targets, plan.differentiation),
-        retrainings=plan.settings.check,
-        step_seconds=step_seconds,
-        disk_bytes=disk_bytes,
-        memory_bytes=memory_bytes,
+    cost = replay_cost(order, n_rows, n_targets, plan.differentiation)
+    retrainings = plan.settings.check
+    trainings = plan.n_orders * cost.total + retrainings
+    count, each = (f"{plan.n_orders} trainings", ", each") if plan.n_orders > 1 else ("a training", ",")
+    check = f"; {retrainings} more to check it" if retrainings else ""
+    total = f"; {trainings:.1f} in all" if plan.n_orders > 1 or retrainings else ""
+    return trainings, (
+        f"{count} of {plan.optimizer} with {size.parameters:,} parameters{each} differentiated at the price of "
+        f"{cost}{check}{total}; about {duration_text(trainings * size.steps * step_seconds)}, "
+        f"{size_text(memory_bytes)} more memory than the training alone, and {size_text(disk_bytes)} of disk until it "
+        "is finished"
     )
 
 
 def time_step(training: AdamWTraining, rows: RowStore, row_index_B: I64) -> float:
     """Measure the seconds of the gradient of one batch, of the rows `row_index_B`."""
-    batches = token_batches(
-        rows, [iter([row_index_B])], steps=1, context=training.context, vocab_size=training.vocab_size
-    )
-    (batch,) = batches
-    weight_BL = label_weights(batch)[0].astype(np.float64)  # of the only model
+    (batch,) = token_batches(rows, [row_index_B], context=training.context, vocab_size=training.vocab_size)
     seconds: list[float] = []
     for _ in range(2):  # the first pass is slower
         started = time.perf_counter()
-        training.backward(batch.ids_KBL[0], weight_BL)
+        training.backward(batch.ids_BL, batch.weight_BL)
         norm_of(training.gradients())  # waits for the device
         seconds.append(time.perf_counter() - started)
         training.zero_gradients()

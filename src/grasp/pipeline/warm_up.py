@@ -6,6 +6,7 @@ trained model is stored in the directory of the artifact. Start with `warm_up`.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils import logging as hf_logging
@@ -16,12 +17,13 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import atomic_path, differences, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
-from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows
+from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows, refuse_untrainable
 from grasp.pipeline.proxy import MODEL
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.progress import Progress
 from grasp.settings import BuildSettings
-from grasp.training.fine_tuning import FineTuning
+from grasp.targets import Unit, load_units
+from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 from grasp.training.trajectory import Trajectory
 
@@ -29,7 +31,13 @@ STATES = "warm-up"  # in the artifact, while the model is trained
 
 
 def warm_up(
-    out: Path, settings: BuildSettings, steps: int, recipe: FineTuningRecipe | None, progress: Progress
+    out: Path,
+    settings: BuildSettings,
+    steps: int,
+    recipe: FineTuningRecipe | None,
+    progress: Progress,
+    *,
+    units: Sequence[Unit] = (),
 ) -> Path:
     """Train the model of `settings` on random rows, and return the directory of the result; a finished one is reused.
 
@@ -37,53 +45,59 @@ def warm_up(
 
     Args:
         out: directory of the artifact.
-        settings: of the build, with the original model.
+        settings: resolved settings of the build, with the original model; or, of a resumed build, with the result.
         steps: optimizer steps; the learning rate decays to its end within them.
         recipe: optimizer and batch. Default: `default_recipe`.
+        units: units of targets that are passed as objects.
     Raises:
         ArtifactError: the directory has a model that was trained with other settings.
-        SettingsError: the recipe or the model has an adapter, or rows are longer than the recipe's.
+        SettingsError: the training is no fine-tuning of all parameters on texts, or rows are longer than the recipe's.
         ModelError: the training diverges.
     """
+    if settings.model.path == str(out / MODEL):
+        return out / MODEL
+    if steps < 1:
+        raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
+    refuse_untrainable(settings, "--warm-up")
+    if settings.train != "further":
+        raise SettingsError(
+            "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
+        )
+    load_units(settings.targets, units)  # report errors before the training
     if is_adapter(settings.model.path) or (recipe is not None and recipe.lora_r is not None):
         raise SettingsError(
             "--warm-up: trains all parameters, but got an adapter; train the adapter for these steps, and pass its "
             "directory as --model"
         )
+    record = {
+        "model": settings.model.path,
+        "corpus": settings.corpus.path,
+        "recipe": ({} if recipe is None else recipe.model_dump(mode="json")) | {"max_steps": steps},
+        "seed": settings.features.seed,
+    }
     with lock_artifact(out):
         directory = out / MODEL
-        recorded = json.loads((directory / WARM_UP).read_bytes()) if (directory / WARM_UP).exists() else None
-        reference = None if recorded else ReferenceModel.load(settings.model)
-        if reference is not None:
-            progress.stage("rows", rows=None, tokens=None)
-            rows = RowStore.write(
-                out / "tokens",
-                settings.corpus,
-                reference.tokenizer,
-                shard_rows=settings.shard_rows,
-                context=reference.context,
-            )
-        else:
-            rows = RowStore.open(out / "tokens")
-        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
-        record = {
-            "model": settings.model.path,
-            "corpus": settings.corpus.path,
-            "recipe": recipe.model_dump(mode="json"),
-            "seed": settings.features.seed,
-        }
-        if recorded is not None:
-            if changed := list(differences(recorded, record)):
+        if (directory / WARM_UP).exists():
+            if changed := list(differences(json.loads((directory / WARM_UP).read_bytes()), record)):
                 raise ArtifactError(
                     f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or "
                     f"delete {out}"
                 )
             return directory
-        assert reference is not None
+        reference = ReferenceModel.load(settings.model)
+        progress.stage("rows", rows=None, tokens=None)
+        rows = RowStore.write(
+            out / "tokens",
+            settings.corpus,
+            reference.tokenizer,
+            shard_rows=settings.shard_rows,
+            context=reference.context,
+        )
+        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
         refuse_longer_rows(recipe, rows, out)
         tokenizer = reference.tokenizer
         model, notes = make_trainable(reference.model, reference.frozen, recipe, settings.features.seed)
-        training = FineTuning(model, recipe.optimizer(rows.n_rows))
+        training = AdamWTraining(model, recipe.optimizer(rows.n_rows))
         order = recipe.order(rows.n_rows, settings.features.seed)
         for line in (*notes, *training.notes):
             progress.note(line)

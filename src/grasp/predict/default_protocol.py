@@ -23,11 +23,10 @@ from pathlib import Path
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.entry_points import names
+from grasp.kernel_table import REPLAY
 from grasp.predict.scoring_rule import (
     GROUP,
-    REPLAY,
     ScoringProtocol,
-    is_new_model,
     load_protocol,
     registered_protocol,
 )
@@ -86,7 +85,6 @@ def resolve_protocol(
         built_in = registered_protocol(rule).built_in()
         if set(built_in.arrays) <= set(artifact.array_names):
             return built_in
-    has_replay = f"relevance_{REPLAY}" in artifact.array_names
-    if not is_new_model(artifact.array_names) or known_questions or (subsets and has_replay):
+    if not artifact.rule.for_new_model or known_questions or (subsets and REPLAY in artifact.kernels):
         return DEFAULT_PROTOCOL
     return TASK_PROTOCOL

@@ -17,7 +17,6 @@ After an empty draw (for groups: also one that keeps everything) the next draw o
 Equations are those of the paper, see docs/paper_map.md. Shape letters: G label values, N rows.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from grasp.arrays import F64, I64, Bool
+from grasp.arrays import F64, I64
 from grasp.artifact.label_table import Label, LabelColumn
 from grasp.errors import SubsetError
 from grasp.predict.weights import SubsetBlock, WeightedRows, Weights, in_blocks
@@ -104,7 +103,10 @@ class Family:
                 if self.kind == "dirichlet":
                     weight_G = draw_dirichlet_shares(rng, corpus_share_G) / corpus_share_G  # of mean 1 over the corpus
                 else:
-                    weight_G = _draw_values(rng, len(corpus_share_G)).astype(np.float64)
+                    keep_G = np.zeros(len(corpus_share_G), dtype=np.bool_)
+                    while not keep_G.any() or keep_G.all():
+                        keep_G = rng.random(len(corpus_share_G)) < 0.5
+                    weight_G = keep_G.astype(np.float64)
                 names.append(f"{purpose}-{b:06d}")
                 weights.append(weight_G)
             # weights of label values, as weights of their rows
@@ -140,14 +142,6 @@ class Family:
             yield WeightedRows(f"{purpose}-{b:06d}", rows)
 
 
-def _draw_values(rng: np.random.Generator, n_values: int) -> Bool:
-    """Keep each label value with probability 1/2, (G,); draw again if none or all are kept."""
-    while True:
-        keep_G = rng.random(n_values) < 0.5
-        if keep_G.any() and not keep_G.all():
-            return keep_G
-
-
 def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, codes_N: I64) -> I64:
     """Keep a Beta(1/2, 1/2) fraction of the rows of each label value; return ascending row positions.
 
@@ -155,7 +149,6 @@ def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, co
     of a seed change at MANY_VALUES.
 
     Args:
-        rng: random stream.
         counts_G: number of rows of each value.
         rows_N: row positions, sorted by value.
         codes_N: value of each of these rows, in the same order.
@@ -184,15 +177,10 @@ def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:
 def parse_family(text: str) -> Family:
     """Parse `uniform:0.5`, `bernoulli:0.5`, `mixture:topic`, `groups:topic` or `dirichlet:topic`.
 
-    `uniform(0.5)` is accepted as another spelling of `uniform:0.5`.
-
     Raises:
         SubsetError: unknown kind, a fraction outside (0, 1), or no label.
     """
-    normalised = text.strip()
-    if re.fullmatch(r"\w+\([^:]*\)", normalised):
-        normalised = normalised[:-1].replace("(", ":", 1)
-    kind, _, argument = (part.strip() for part in normalised.partition(":"))
+    kind, _, argument = (part.strip() for part in text.partition(":"))
     if kind in ("uniform", "bernoulli"):
         with suppress(ValueError):
             if 0.0 < (fraction := float(argument)) < 1.0:

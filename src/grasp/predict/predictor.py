@@ -34,7 +34,7 @@ sketch width.
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -46,9 +46,10 @@ from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
 from grasp.errors import ProtocolError
+from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import REPLAY, RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN
@@ -56,7 +57,6 @@ from grasp.targets.units import WEIGHT_COLUMN
 EFFECT_SIZE = "effect size"
 SIMILARITY_SKETCHES = ("hidden", "residual")  # sketches that measure the similarity of rows
 TEXT_PART = "text"  # the part of an effect that is predicted from the row's text and labels
-REPETITION_PART = "repetition"  # the part of a change that repetition causes
 REPEAT_WORTH = 15.4  # R*: scale of diminishing returns, in repetitions
 NEW_ROW_VALUE = 0.4  # b: value of any unseen row in effect sizes, lost by repetition: experiments/exposure
 Floats = TypeVar("Floats", bound=np.floating[Any])
@@ -209,22 +209,7 @@ class RowEffects:
     raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
     scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
     relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
-    corpus_C: F64  # prediction for the whole corpus, which changes are relative to
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
-
-    @classmethod
-    def of_tasks(
-        cls,
-        slopes: Mapping[str, F64],
-        kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, MeanStd],
-        *,
-        reuse: bool,
-    ) -> Self:
-        """Compute the effects on tasks; `reuse` overwrites the relevance of the first kernel with them."""
-        first_NT = next(iter(kernels.values())).relevance.array_NC
-        assert first_NT is not None
-        return cls.from_kernels(slopes, kernels, scales, first_NT if reuse else np.empty_like(first_NT))
 
     @classmethod
     def from_kernels(
@@ -274,7 +259,6 @@ class RowEffects:
             mean_std,
             scales,
             {name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            mean_std.mean_C * inverse_C,
             np.full(len(inverse_C), NEW_ROW_VALUE),
         )
 
@@ -323,7 +307,6 @@ class Predictor:
     # By kernel: factor from a unit's relevance to its task's effect, times the number of units of its task, (E,).
     # Without a prior, the effect of a row is the mean over units of factor times relevance, up to a constant.
     unit_relevance_to_effect: Mapping[str, F64]
-    task_kernels: Mapping[str, KernelRelevance] = field(repr=False)  # empty unless `components`
     repetition_law: RepetitionLaw
     unit: str  # unit of changes
     prior: Prior | None  # prediction of tasks from text and labels; None for `task: mean`
@@ -343,7 +326,6 @@ class Predictor:
         *,
         per_unit: bool = False,
         sketches: Sequence[str] = (),
-        components: bool = False,
         units: UnitSelection | None = None,
         repetition_law: RepetitionLaw | None = None,
     ) -> "Predictor":
@@ -355,13 +337,12 @@ class Predictor:
             targets: default: all targets.
             per_unit: prepare for `unit_change`.
             sketches: sketches to sum; those that the artifact does not have are skipped.
-            components: keep the kernels separate, for `parts`.
             units: unit columns to use, with the kernels of units; default: all units of the targets.
             repetition_law: law of a training budget; default: no budget.
         Raises:
             ProtocolError: the artifact does not fit the protocol, or has no such target.
         """
-        resolved = resolve_protocol(protocol, artifact).resolved_for(artifact.array_names, artifact.feature_settings)
+        resolved = resolve_protocol(protocol, artifact).resolved_for(artifact)
         if units is None:
             selected = UnitSelection.from_targets(artifact, checked_targets(artifact, targets))
         else:
@@ -369,11 +350,11 @@ class Predictor:
         law = repetition_law or RepetitionLaw()
         available = [name for name in sketches if f"{name}_sketch" in artifact.array_names]
         if isinstance(resolved, RegisteredProtocol):
-            bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit, components=components)
+            bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit)
             return replace(bound, repetition_law=law)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
-        if per_unit or components or units is not None:
-            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit, components=components)
+        if per_unit or units is not None:
+            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit)
             return replace(additive, sketches=loaded_sketches, repetition_law=law)
         key = "relevance", resolved.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
@@ -489,26 +470,6 @@ class Predictor:
         del mean_E
         return self._change_from_sums(sum_BE, sums, NEW_ROW_VALUE)
 
-    def parts(self, weights: Weights, sums: SubsetSums) -> dict[str, F64]:
-        """Decompose a change into the columns of `part_names`: one part per kernel, and the loss by repetition.
-
-        Each part is (B, T), or (B,) if it is the same for all targets and units. Parts add up to the change.
-        """
-        parts: dict[str, F64] = {}
-        effective = self.effective_weights(weights)
-        for name, kernel in self.task_kernels.items():
-            relevance_BT = kernel.relevance.sums(effective) - np.outer(sums.effective_B, kernel.rows.mean_C)
-            effect_BT = self.task.relevance_to_effect[name] * relevance_BT
-            parts[f"part_{name}"] = self._change_from_sums(effect_BT, sums, 0.0)
-        loss_B = sums.repetition_factor(self.repetition_law) - 1.0
-        parts[f"part_{REPETITION_PART}"] = np.outer(loss_B, self.task.new_row_value_C)
-        return parts
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Names of the parts that `parts` returns."""
-        return tuple(f"part_{name}" for name in (*self.task_kernels, REPETITION_PART))
-
     def _change_from_sums(self, sum_BC: F64, sums: SubsetSums, new_row_value_C: F64 | float) -> F64:
         """Return factor (mean + b) - b, (B, C), from sums of v_i times values whose sum over the corpus is 0."""
         mean_BC = ratio(1.0, sums.effective_B)[:, None] * sum_BC
@@ -527,12 +488,7 @@ def load_sketch(artifact: ArtifactReader, name: str) -> RowSums:
 
 
 def assemble_predictor(
-    artifact: ArtifactReader,
-    protocol: ScoringProtocol,
-    units: UnitSelection,
-    *,
-    per_unit: bool = False,
-    components: bool = False,
+    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection, *, per_unit: bool = False
 ) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
 
@@ -550,7 +506,6 @@ def assemble_predictor(
         protocol: protocol, resolved for the artifact.
         units: units of the targets.
         per_unit: also compute effects per unit, by the kernels of units.
-        components: keep the kernels separate.
     """
     estimates = protocol.task == "estimate"
     negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
@@ -565,24 +520,38 @@ def assemble_predictor(
     if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
         unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()}
     unit_factors = {name: units.weight_E * (unit_scales[name].inverse_std_C if estimates else 1.0) for name in negative}
-    # steps 3 and 4, for the mean over the known questions
-    mean_kernels = {
+    # steps 3 and 4
+    kernels = {
         name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
         for name, factor in negative.items()
     }
-    mean_scales = scales_over_rows(mean_kernels)
-    mean_slopes = slopes_of(protocol, mean_scales)
-    # steps 5 and 6
-    questions = _Questions(
-        artifact,
-        relevance,
-        {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in mean_slopes.items()},
-        units.counts_T,
-    )
+    scales = scales_over_rows(kernels)
+    mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
+    # step 5; coefficients of relevance in the score of a question, see `task_scores`
+    coefficients = {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
+    questions = relevance, coefficients, units.counts_T
     can_hold_out = units.counts_T.max() > 1
-    prior = questions.fit_prior() if estimates and can_hold_out else None
-    slopes, kernels, scales = _with_prior(prior, mean_slopes, mean_kernels, mean_scales)
-    task = RowEffects.of_tasks(slopes, kernels, scales, reuse=not components)
+    prior = None
+    measure_reliability: Callable[[], tuple[Reliability, ...]]
+    measure_reliability = functools.cache(lambda: mean_reliability(*questions, _row_names(artifact)))
+    if estimates and can_hold_out:
+        prior = fit_prior(
+            *questions,
+            _row_names(artifact),
+            row_documents(artifact),
+            _texts(artifact),
+            [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
+        )
+        reliability = prior.reliability
+        measure_reliability = lambda: reliability  # noqa: E731 - one of two functions of this type
+        # The score p + rho (b - p) with the prior p as a further kernel: the mean b over the known questions is the sum
+        # of the kernels by their slopes, and p has the same scale.
+        prior_rows = RowSums.over(prior.prior_NT)
+        kernels[TEXT_PART] = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
+        scales = scales_over_rows(kernels)
+        slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
+    # step 6; the array of the first kernel is overwritten with the effects
+    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
@@ -592,12 +561,11 @@ def assemble_predictor(
         sketches={},
         dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
         unit_relevance_to_effect=unit_relevance_to_effect(units, mean_slopes, task, unit_factors),
-        task_kernels=kernels if components else {},
         repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
         # the replay scores whole targets, so that no questions can be held out
-        measure_reliability=questions.reliability(prior) if can_hold_out and REPLAY not in negative else None,
+        measure_reliability=measure_reliability if can_hold_out and REPLAY not in negative else None,
         has_replay=REPLAY in negative,
     )
 
@@ -636,54 +604,6 @@ def unit_effects(
     )
     task_std_E = np.repeat(task_means.mean_std.std_C, units.counts_T)
     return replace(unit_level, new_row_value_C=unit_level.new_row_value_C * task_std_E)
-
-
-def _with_prior(
-    prior: Prior | None,
-    slopes: Mapping[str, F64],
-    kernels: Mapping[str, KernelRelevance],
-    scales: Mapping[str, MeanStd],
-) -> tuple[Mapping[str, F64], Mapping[str, KernelRelevance], Mapping[str, MeanStd]]:
-    """Return slopes, kernels and scales of p + rho (b - p), with the prior p as a further kernel; None: unchanged.
-
-    The mean b over the known questions is the sum of the kernels by their slopes, and p has the same scale.
-    """
-    if prior is None:
-        return slopes, kernels, scales
-    rows = RowSums.over(prior.prior_NT)
-    kernel = KernelRelevance(StreamingMoments.from_blocks(rows.blocks()), rows)
-    prior_slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    return prior_slopes, {**kernels, TEXT_PART: kernel}, {**scales, TEXT_PART: kernel.rows.mean_std}
-
-
-@dataclass(frozen=True, slots=True)
-class _Questions:
-    """The known questions of all tasks, from which scores for other questions are estimated (`task_scores`)."""
-
-    artifact: ArtifactReader
-    relevance: Mapping[str, Callable[[], Blocks]]  # by kernel: blocks of relevance, (n, E)
-    coefficients: Mapping[str, F64]  # by kernel: factor of relevance in the score of a question, (E,)
-    counts_T: I64
-
-    def fit_prior(self) -> Prior:
-        """Fit the prediction from text and labels."""
-        return fit_prior(
-            self.relevance,
-            self.coefficients,
-            self.counts_T,
-            _row_names(self.artifact),
-            row_documents(self.artifact),
-            _texts(self.artifact),
-            [label_column(self.artifact, label).codes_N for label in suggest_labels(self.artifact)],
-        )
-
-    def reliability(self, prior: Prior | None) -> Callable[[], tuple[Reliability, ...]]:
-        """Return a function that returns the reliability of each task's scores, which a prior already has."""
-        if prior is not None:
-            return lambda: prior.reliability
-        return functools.cache(
-            lambda: mean_reliability(self.relevance, self.coefficients, self.counts_T, _row_names(self.artifact))
-        )
 
 
 def _row_names(artifact: ArtifactReader) -> list[str]:

@@ -6,7 +6,7 @@ task,
 
     effect_i = sum_k w_k a_ki / sd_i(a_ki),    a_ki = mean_e r_kie, where negative r_kie are multiplied by `negative`
 
-`match: auto` means weights that depend on the kernels of the artifact, see `auto_kernel_weights`; these depend on
+`match: auto` means weights that depend on the kernels of the artifact, see `grasp.kernel_table`; these depend on
 whether it was built for a *new model* that is trained from scratch on the corpus (`build --train new`), or for *further
 training* of an existing model (`--train further`). `ScoringProtocol.resolved_for` replaces `auto` by the weights: the
 protocol is then *resolved*.
@@ -29,6 +29,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.entry_points import entries, load_class
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import atomic_path
+from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY, REPLAY_WEIGHT
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 GROUP = "grasp.protocols"  # entry points
 
 KernelName = str
-GRADIENT_COMPANION_WEIGHT = 0.25  # weight of output_layer and embedding when combined with `gradient`
-REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
-REPLAY_WEIGHT = 4.0  # its weight for further training: experiments/replay
-NEW_MODEL_REPLAY_WEIGHT = 1.0  # for a new model, chosen on cc-topic: experiments/replay
 
 
 class Requirements(Settings):
@@ -67,7 +64,7 @@ class ScoringProtocol(Settings):
     match: dict[KernelName, float] | Literal["auto"] = Field(
         "auto",
         description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
-        f"is trained further gradient and {GRADIENT_COMPANION_WEIGHT:g} each of output_layer and embedding; without it "
+        "is trained further gradient and 0.25 each of output_layer and embedding; without it "
         "output_layer, embedding, hidden_bias and hidden_linear. Targets with a replay: also "
         f"{REPLAY_WEIGHT:g} replay, or {NEW_MODEL_REPLAY_WEIGHT:g} for a new model, but not with task: estimate.",
     )
@@ -150,20 +147,21 @@ class ScoringProtocol(Settings):
         weights = {kernel: weight for kernel, weight in kernel_weights(self).items() if kernel != REPLAY}
         return self.model_copy(update={"match": weights}) if weights else self
 
-    def resolved_for(self, array_names: Sequence[str], feature_settings: Mapping[str, Any]) -> Self:
+    def resolved_for(self, artifact: ArtifactReader) -> Self:
         """Resolve `match: auto` for an artifact, and check that the artifact has what the protocol requires.
 
-        Args:
-            array_names: names of the arrays of the artifact.
-            feature_settings: settings that the artifact was built with, by name.
         Raises:
             ProtocolError: missing kernels or sketches, or other feature settings than required; the message lists all
                 problems.
+            ArtifactError: the artifact does not record the weights of its kernels.
         """
-        if self.match == "auto":
-            weights = auto_kernel_weights(array_names, estimate=self.task == "estimate")
-        else:
+        array_names, feature_settings = artifact.array_names, artifact.feature_settings
+        if self.match != "auto":
             weights = {kernel: weight for kernel, weight in self.match.items() if weight}
+        elif f"relevance_{REPLAY}" in array_names:
+            weights = artifact.rule.with_replay(estimate=self.task == "estimate")
+        else:
+            weights = artifact.rule.weights
         resolved = self.model_copy(update={"match": weights})
         missing = [name for name in resolved.arrays if name not in array_names]
         problems = [f"requires array {name!r}, the artifact has {list(array_names)}" for name in missing]
@@ -218,7 +216,6 @@ class RegisteredProtocol(ScoringProtocol):
         *,
         sketches: Sequence[str],
         per_unit: bool,
-        components: bool,
     ) -> "Predictor":
         """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
 
@@ -234,38 +231,6 @@ class RegisteredProtocol(ScoringProtocol):
         return []
 
 
-def auto_kernel_weights(array_names: Sequence[str], *, estimate: bool) -> dict[KernelName, float]:
-    """Return the weights of `match: auto` for an artifact with these arrays.
-
-        artifact built for                        weights
-        new model                                 output_layer + embedding + knn
-        further training                          gradient + .25 output_layer + .25 embedding
-        further training without a backward pass  output_layer + embedding + hidden_bias + hidden_linear
-        another rule, without output_layer        1 for every kernel
-        targets with a replay                     also 4 replay; for a new model also 1 replay, unless `estimate`
-
-    Args:
-        array_names: names of the arrays of the artifact.
-        estimate: whether the protocol has `task: estimate`.
-    """
-    available = [name.removeprefix("relevance_") for name in array_names]
-    base_kernels = [kernel for kernel in ("output_layer", "embedding") if kernel in available]
-    if "output_layer" not in available:
-        others = [name.removeprefix("relevance_") for name in array_names if name.startswith("relevance_")]
-        weights = dict.fromkeys((kernel for kernel in others if kernel != REPLAY), 1.0)
-    elif "gradient" in available:
-        weights = dict.fromkeys(base_kernels, GRADIENT_COMPANION_WEIGHT) | {"gradient": 1.0}
-    else:
-        # knn for a new model; hidden_bias and hidden_linear for further training without a backward pass
-        companions = ("knn",) if "knn" in available else ("hidden_bias", "hidden_linear")
-        weights = dict.fromkeys((*base_kernels, *(kernel for kernel in companions if kernel in available)), 1.0)
-    if REPLAY in available and not is_new_model(array_names):
-        weights[REPLAY] = REPLAY_WEIGHT
-    elif REPLAY in available and not estimate:
-        weights[REPLAY] = NEW_MODEL_REPLAY_WEIGHT
-    return weights
-
-
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
     """Return the kernels of a resolved protocol with their weights."""
     assert isinstance(protocol.match, dict)
@@ -275,11 +240,6 @@ def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
 def targets_selected_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
     """Return the targets whose runs have this fingerprint, from fingerprints by `environment/target`."""
     return {result.partition("/")[2] for result, runs_fingerprint in runs.items() if runs_fingerprint == fingerprint}
-
-
-def is_new_model(array_names: Sequence[str]) -> bool:
-    """Return whether an artifact was built for a new model: the kernel knn is computed for new models only."""
-    return "relevance_knn" in array_names and "relevance_gradient" not in array_names
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:

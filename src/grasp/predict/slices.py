@@ -10,7 +10,6 @@ that are lists.
 
 import functools
 import json
-import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,8 +147,9 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
         raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
     membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
+    literals = ["'" + name.replace("'", "''") + "'" for name in names]  # of SQL
     slices = [
-        Slice(names[m], f"has({column.operand}, {_literal(names[m])})", int(rows_M[m]), int(tokens))
+        Slice(names[m], f"has({column.operand}, {literals[m]})", int(rows_M[m]), int(tokens))
         for m, tokens in zip(selected.tolist(), tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
@@ -164,11 +164,6 @@ def _elements(value: Label) -> tuple[str, ...] | None:
     except (ValueError, RecursionError):
         return None
     return tuple(dict.fromkeys(parts)) if all(isinstance(part, str) for part in parts) else None
-
-
-def _literal(text: str) -> str:
-    """Return a text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,31 +183,26 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
     rows_G = sums.n_retained_B
     dropped_GT = predictor.change_of(predictor.reweighted(sums, DROPPED))
     dropped_GT[rows_G == predictor.n_rows] = np.nan
+    redundancy_G = None
+    if sketches := [name for name in SIMILARITY_SKETCHES if name in sums.sketch]:
+        slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
+        if slices.membership_GN is None:
+            total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
+        else:
+            corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+            total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
+        rest_GD = total_D - slice_GD
+        norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
+        floor_G = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
+        product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
+        redundancy_G = ratio(product_G, norm_G, minimum=floor_G, undefined=np.nan)
     return SliceEffects(
         sums=sums,
         effect_GT=np.asarray(sums.effect_BT / rows_G[:, None]),
         dropped_GT=dropped_GT,
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
-        redundancy_G=_redundancy(predictor, slices, sums),
+        redundancy_G=redundancy_G,
     )
-
-
-def _redundancy(predictor: Predictor, slices: LabelSlices, sums: SubsetSums) -> F64 | None:
-    """Return the cosine between the sketch sums of each slice and of all other rows, (G,); None without sketches."""
-    sketches = [name for name in SIMILARITY_SKETCHES if name in sums.sketch]
-    if not sketches:
-        return None
-    slice_GD = np.concatenate([sums.sketch[name] for name in sketches], axis=1)
-    if slices.membership_GN is None:
-        total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
-    else:
-        corpus = predictor.sums(_whole_corpus(predictor.n_rows))
-        total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
-    rest_GD = total_D - slice_GD
-    norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
-    floor = 1e-12 * np.linalg.norm(slice_GD, axis=1) ** 2
-    product_G = np.einsum("gd,gd->g", slice_GD, rest_GD)
-    return ratio(product_G, norm_G, minimum=floor, undefined=np.nan)
 
 
 def _whole_corpus(n_rows: int) -> Weights:
@@ -276,24 +266,3 @@ def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: Sl
         shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
         change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
     return change_GE
-
-
-def cosines(slices: SubsetSums) -> F64 | None:
-    """Return cosines (G, G) between the sketch sums of slices, after subtracting the corpus mean from every row.
-
-    nan if a sum is zero; the diagonal is 1. None if the predictor has no sketches.
-    """
-    sketches = [name for name in SIMILARITY_SKETCHES if name in slices.sketch]
-    if not sketches:
-        return None
-    rows_G = slices.n_retained_B
-    grams = (slices.sketch[name] @ slices.sketch[name].T for name in sketches)
-    gram_GG = functools.reduce(operator.add, grams)
-    # subtracting the mean sketch m of all rows: s_g - n_g m, with m = sum_h s_h / N, is a matrix product
-    shift_GG = np.eye(len(rows_G)) - np.outer(rows_G, np.ones(len(rows_G))) / rows_G.sum()
-    centred_GG = shift_GG @ gram_GG @ shift_GG.T
-    size_G = np.sqrt(np.maximum(np.diag(centred_GG), 0.0))
-    product_GG = np.outer(size_G, size_G)
-    floor = 1e-12 * float(np.trace(gram_GG))
-    cosine_GG = ratio(centred_GG, product_GG, minimum=floor, undefined=np.nan)
-    return np.asarray(np.clip(cosine_GG, -1.0, 1.0))

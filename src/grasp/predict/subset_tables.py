@@ -35,7 +35,7 @@ from grasp.predict.weights import (
     WeightedRows,
     in_blocks,
 )
-from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed_batches
+from grasp.store.checksummed_parquet import checksummed_writer, read_checksummed_batches
 from grasp.store.contents import readable, readable_table
 
 DEFAULT_SUBSET_ID = "subset"  # name of the subset of a table without subset_id
@@ -130,7 +130,7 @@ def write_subsets(
     schema = pa.schema(fields, {CORPUS_KEY: corpus} if corpus else None)
     with (
         atomic_path(Path(path)) as temporary,
-        ChecksummedParquetWriter(temporary, schema, compression_level=compression_level) as writer,
+        checksummed_writer(temporary, schema, compression_level=compression_level) as writer,
     ):
         for block in blocks:
             matrix = block.weights_BN
@@ -212,7 +212,24 @@ def _read_subset_rows(
         )
         if problems := list(_problems(db)):
             raise SubsetError(f"{location}: " + "; ".join(problems))
-        yield from _subsets_in_order(db)
+        subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
+        reader = db.sql(
+            "SELECT rank, row_index, weight FROM line "
+            "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
+            "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
+        ).to_arrow_reader(BATCH_ROWS)
+        pending: list[tuple[I64, F64]] = []  # rows and weights of the current subset; a batch may end within a subset
+        current = 0
+        for batch in reader:
+            ranks, rows, weights = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
+            for lines in np.split(np.arange(len(ranks)), np.flatnonzero(np.diff(ranks)) + 1):  # of one subset each
+                if not lines.size:
+                    continue
+                if ranks[lines[0]] != current:
+                    yield _join(subset_ids[current], pending)
+                    pending, current = [], int(ranks[lines[0]])
+                pending.append((rows[lines], weights[lines]))
+        yield _join(subset_ids[current], pending)
 
 
 def _insert(db: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
@@ -223,28 +240,6 @@ def _insert(db: duckdb.DuckDBPyConnection, table: str, schema: pa.Schema, batche
         db.register("batch", pa.Table.from_batches([batch]))
         db.execute(f"INSERT INTO {table} SELECT * FROM batch")
     db.unregister("batch")
-
-
-def _subsets_in_order(db: duckdb.DuckDBPyConnection) -> Iterator[WeightedRows]:
-    """Yield the subsets of valid lines in order of first appearance; a batch may end within a subset."""
-    subset_ids = [row[0] for row in db.execute("SELECT subset_id FROM subset ORDER BY first").fetchall()]
-    reader = db.sql(
-        "SELECT rank, row_index, weight FROM line "
-        "JOIN (SELECT subset_id, row_number() OVER (ORDER BY first) - 1 AS rank FROM subset) USING (subset_id) "
-        "WHERE row_index IS NOT NULL ORDER BY rank, row_index"
-    ).to_arrow_reader(BATCH_ROWS)
-    pending: list[tuple[I64, F64]] = []  # rows and weights of the current subset
-    current = 0
-    for batch in reader:
-        ranks, rows, weights = (batch.column(i).to_numpy(zero_copy_only=False) for i in range(3))
-        for lines in np.split(np.arange(len(ranks)), np.flatnonzero(np.diff(ranks)) + 1):  # of one subset each
-            if not lines.size:
-                continue
-            if ranks[lines[0]] != current:
-                yield _join(subset_ids[current], pending)
-                pending, current = [], int(ranks[lines[0]])
-            pending.append((rows[lines], weights[lines]))
-    yield _join(subset_ids[current], pending)
 
 
 def _join(subset_id: str, pieces: Sequence[tuple[I64, F64]]) -> WeightedRows:

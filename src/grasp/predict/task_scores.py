@@ -150,7 +150,7 @@ def fit_prior(
         relevance: by kernel: function that yields (first row, relevance (n, E)), with the units task by task.
         coefficients: by kernel: c, (E,).
         counts_T: number of units per task.
-        names: row names; sample and folds depend on them, not on the order of rows.
+        names: row_id of every row; sample and folds depend on them, not on the order of rows.
         documents_N: document of every row; rows of a document are in one fold.
         texts: token ids of the rows; None: p = 0 and rho = 1, and labels are not used either.
         labels: by label: code of each row's value, (N,).
@@ -161,7 +161,11 @@ def fit_prior(
     if texts is None:
         prior_NT, tasks = np.zeros((len(names), len(plain_tasks)), dtype=np.float32), plain_tasks
     else:
-        prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, _folds(hash_N, documents_N), sample)
+        # the fold of a row is that of the smallest hash of the rows of its document
+        hash_of_document = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
+        np.minimum.at(hash_of_document, documents_N, hash_N)
+        fold_N = (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
+        prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, fold_N, sample)
     rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
     return Prior(prior_NT, rho_T, tuple(task.reliability() for task in tasks))
 
@@ -264,13 +268,7 @@ def _slope(prediction_S: F64, outcome_S: F64) -> float:
 
 
 def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
-    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group.
-
-    Args:
-        mean_SG: outcome of every group.
-        prior_SG: prediction of it that is fitted to the same group.
-        count_G: number of questions.
-    """
+    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group."""
     if len(count_G) < 2:
         return 1.0
     slopes = [
@@ -396,7 +394,11 @@ class _LabelModel:
         table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
         if not labels:
             return cls(labels, starts, fold_N, table_FLT, constant_FT), list(tasks)
-        value_SL, fold_S = _indicators(labels, starts, sample), fold_N[sample]
+        # indicators of the values of all labels, (S, L): every row has one value of each label
+        column_Sl = np.stack([start + code_N[sample] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
+        indptr, shape = np.arange(len(sample) + 1) * len(labels), (len(sample), int(starts[-1]))
+        value_SL = csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=shape)
+        fold_S = fold_N[sample]
         residuals = [task.mean_SG - task.prior_SG for task in tasks]  # of text: b - g f, (S, G)
         effects = [np.zeros_like(residual_SG) for residual_SG in residuals]  # out-of-fold h, (S, G)
         for fold in range(FOLDS):
@@ -430,13 +432,6 @@ class _LabelModel:
         return effect_nT
 
 
-def _indicators(labels: Sequence[I32], starts: I64, rows: I64) -> csr_array:
-    """Return the indicators of the values of all labels, (S, L); every row has one value of each label."""
-    column_Sl = np.stack([start + code_N[rows] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
-    indptr = np.arange(len(rows) + 1) * len(labels)
-    return csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=(len(rows), int(starts[-1])))
-
-
 # ------------------------------------------------------------------------------------------------- sample of the rows
 
 
@@ -452,13 +447,6 @@ def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
     if lengths_N is not None:
         sample = sample[: max(1, int(np.searchsorted(np.cumsum(lengths_N[sample]), SAMPLE_TOKENS, side="right")))]
     return np.sort(sample)
-
-
-def _folds(hash_N: NDArray[np.uint64], documents_N: I64) -> I64:
-    """Assign rows to folds by the smallest hash of the rows of their document, (N,)."""
-    hash_of_document = np.full(int(documents_N.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
-    np.minimum.at(hash_of_document, documents_N, hash_N)
-    return (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
 
 
 def _sampled_tasks(

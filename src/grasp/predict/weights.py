@@ -21,7 +21,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -260,8 +259,14 @@ def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     location = f"subset {item.subset_id!r}"
     if len(item.row_index) == 0:
         raise SubsetError(f"{location}: has no rows; expected at least one")
-    if item.weights is None:
-        return _compress_mask(item.row_index, n_rows)
+    if item.weights is None:  # these rows have weight 1, and all others 0
+        if len(item.row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
+            return _CompressedSubset(0.0, item.row_index, np.ones(len(item.row_index)))
+        mask_N = mask_of(item.row_index, n_rows)
+        if n_rows - len(item.row_index) < n_rows * OMITTED_SHARE:
+            omitted = np.flatnonzero(~mask_N)
+            return _CompressedSubset(1.0, omitted, -np.ones(len(omitted)))
+        return _CompressedSubset(None, np.packbits(mask_N), np.empty(0))
     weights = np.asarray(item.weights, dtype=np.float64)
     assert weights.shape == item.row_index.shape
     bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
@@ -269,17 +274,6 @@ def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
         first = f"row {int(item.row_index[bad[0]])} has weight {float(weights[bad[0]])!r}"
         raise SubsetError(f"{location}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     return _CompressedSubset(0.0, item.row_index, weights)
-
-
-def _compress_mask(row_index: I64, n_rows: int) -> _CompressedSubset:
-    """Choose the storage form of a subset in which the rows at `row_index` have weight 1, and all others 0."""
-    if len(row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
-        return _CompressedSubset(0.0, row_index, np.ones(len(row_index)))
-    mask_N = mask_of(row_index, n_rows)
-    if n_rows - len(row_index) < n_rows * OMITTED_SHARE:
-        omitted = np.flatnonzero(~mask_N)
-        return _CompressedSubset(1.0, omitted, -np.ones(len(omitted)))
-    return _CompressedSubset(None, np.packbits(mask_N), np.empty(0))
 
 
 def _stack(names: Sequence[str], subsets: Sequence[_CompressedSubset], n_rows: int) -> SubsetBlock:
@@ -334,6 +328,7 @@ class RowSums:
         self._n_multiply_adds = 0  # of sparse entries so far
         self._slices: Any = None  # the slices that `_sums_GC` belongs to
         self._sums_GC: F64 = np.empty((0, 0))
+        self._total_C: F64 | None = None  # sum of the values over all rows, once needed
 
     @classmethod
     def over(cls, values_NC: F32) -> "RowSums":
@@ -352,12 +347,6 @@ class RowSums:
     def dot(self, vector_C: F64) -> F64:
         """Return <x_i, vector> of every row, (N,), block by block, without a float64 copy of all values."""
         return np.concatenate([np.asarray(block @ vector_C, dtype=np.float64) for _, block in self.blocks()])
-
-    @cached_property
-    def _total_C(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return the sum of the values over all rows, (C,)."""
-        assert self.array_NC is not None
-        return np.asarray(self.array_NC.sum(axis=0, dtype=np.float64))
 
     def sums(self, weights: Weights) -> F64:
         """Return W @ X, (B, C) float64, for one block of subsets."""
@@ -387,7 +376,11 @@ class RowSums:
         else:
             return sums_over(self.blocks(), [weights], self.width)[0]
         # with base 1 the entries are corrections of the sum over the whole corpus
-        return weights.base * self._total_C + sum_BC if weights.base else sum_BC
+        if not weights.base:
+            return sum_BC
+        if self._total_C is None:
+            self._total_C = values_NC.sum(axis=0, dtype=np.float64)
+        return weights.base * self._total_C + sum_BC
 
 
 def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weights], width: int) -> list[F64]:

@@ -1,4 +1,4 @@
-"""Example rows of a report: the most helpful and most harmful rows of every target, question, slice and label pair.
+"""Example rows of a report: the most helpful and most harmful rows of every target, question and slice.
 
 Start with `collect_example_rows`; `explain_rows` adds the words or units that account for a row's effect.
 
@@ -21,7 +21,7 @@ from grasp.errors import GraspError
 from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import LabelSlices, Slice
+from grasp.predict.slices import LabelSlices
 from grasp.predict.weights import sort_by_slice
 from grasp.progress import Progress
 from grasp.text import MAX_CELL_CHARS, plain, printable, visible
@@ -32,8 +32,6 @@ QUESTIONS = 8  # per target
 QUESTION_NUMBERS = 8_000_000  # limit on question effects in memory; large corpora show fewer questions
 QUESTION_TOP, QUESTION_BOTTOM = 6, 3  # most helpful and most harmful rows per question
 SLICE_TOP, SLICE_BOTTOM = 4, 2  # the same per slice
-MAX_TREEMAP_CELLS = 600  # label pairs shown in the treemap
-TILE_COLUMNS, TILE_ROWS = 8, 4_096  # of the blocked transpose in `iterate_columns`
 
 MAX_SHADED_CHARS = 2_000  # characters of a row with shaded words
 DIGITS = 3  # significant digits of a word's contribution
@@ -78,7 +76,6 @@ def collect_example_rows(
     artifact: ArtifactReader,
     predictor: Predictor,
     slices: Sequence[LabelSlices],
-    crossed: LabelSlices | None,
     long_N: Bool,
 ) -> ExampleRows:
     """Collect at most `MAX_ROWS` example rows for a report.
@@ -87,23 +84,20 @@ def collect_example_rows(
 
     Args:
         slices: labels whose most helpful and most harmful rows per slice are included.
-        crossed: pairs of values of two labels; the most helpful row of every pair is included.
         long_N: mask of the rows that are long enough to be ranked.
     """
     effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
     questions = _questions(artifact, predictor, rows_L)
-    mean_L = effect_NT.mean(axis=1)[rows_L]
-    selected = [_ends(effect_L, rows_L, ROWS_PER_END, ROWS_PER_END) for effect_L in iterate_columns(effect_NT, rows_L)]
+    effect_TL, mean_L = np.ascontiguousarray(effect_NT[rows_L].T), effect_NT.mean(axis=1)[rows_L]
+    selected = [_ends(effect_L, rows_L, ROWS_PER_END, ROWS_PER_END) for effect_L in effect_TL]
     selected += [question.rows for question in questions]
     for label in slices:
         selected.append(_top_of_each_slice(label, mean_L, rows_L, SLICE_TOP))
         selected.append(_top_of_each_slice(label, -mean_L, rows_L, SLICE_BOTTOM))
-    if crossed is not None:
-        selected.append(_top_of_each_slice(crossed, mean_L, rows_L, 1))
     index = np.array(list(dict.fromkeys(np.concatenate(selected).tolist()))[:MAX_ROWS], dtype=np.int64)
     ranks = [
         1 + len(effect_L) - np.searchsorted(np.sort(effect_L), effect_K, side="right")  # 1 + number of higher effects
-        for effect_L, effect_K in zip(iterate_columns(effect_NT, rows_L), effect_NT[index].T, strict=True)
+        for effect_L, effect_K in zip(effect_TL, effect_NT[index].T, strict=True)
     ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
     return ExampleRows(
@@ -125,25 +119,11 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> t
     single = UnitSelection(tuple(str(e) for e in column_Q), column_Q, np.ones(len(column_Q), dtype=np.int64))
     effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
     questions = []
-    for q, (unit, effect_L) in enumerate(zip(units, iterate_columns(effect_NQ, rows_L), strict=True)):
+    for q, (unit, effect_L) in enumerate(zip(units, np.ascontiguousarray(effect_NQ[rows_L].T), strict=True)):
         ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
         rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
         questions.append(Question(int(target_Q[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
     return tuple(questions)
-
-
-def iterate_columns(values_NT: F32, rows_L: I64) -> Iterator[F32]:
-    """Yield each column, restricted to the given rows, as a contiguous array.
-
-    Columns are transposed in tiles of `TILE_COLUMNS` x `TILE_ROWS`: the array is row-major, and copying a single column
-    would read every cache line once per column.
-    """
-    n_rows, n_columns = values_NT.shape
-    for first in range(0, n_columns, TILE_COLUMNS):
-        part_TN = np.empty((min(TILE_COLUMNS, n_columns - first), n_rows), dtype=np.float32)
-        for start in range(0, n_rows, TILE_ROWS):
-            part_TN[:, start : start + TILE_ROWS] = values_NT[start : start + TILE_ROWS, first : first + TILE_COLUMNS].T
-        yield from part_TN if len(rows_L) == n_rows else part_TN[:, rows_L]
 
 
 def _ends(values_L: F32, rows_L: I64, top: int, bottom: int) -> I64:
@@ -158,25 +138,6 @@ def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: i
     groups = np.split(order_L, np.cumsum(rows_G)[:-1])
     top = [group[ranked(values_L[group], count=count)] for group in groups]
     return np.asarray(rows_L[np.concatenate(top)])
-
-
-def cross_labels(first: LabelSlices, second: LabelSlices) -> LabelSlices:
-    """Return the cross product of two labels: the largest `MAX_TREEMAP_CELLS` pairs, then a slice of all other rows."""
-    codes_N = first.codes_N.astype(np.int64) * len(second.slices) + second.codes_N  # a number for each pair
-    cells, inverse_N, counts = np.unique(codes_N, return_inverse=True, return_counts=True)
-    largest = np.argsort(-counts, kind="stable")[:MAX_TREEMAP_CELLS]
-    slice_of_cell = np.full(len(cells), len(largest), dtype=np.int32)
-    slice_of_cell[largest] = np.arange(len(largest))
-    slices = []
-    for cell in largest:
-        i, j = divmod(int(cells[cell]), len(second.slices))
-        a, b = first.slices[i], second.slices[j]
-        slices.append(Slice(f"{a.name} / {b.name}", f"({a.expression}) AND ({b.expression})", int(counts[cell]), 0))
-    n_smaller = len(cells) - len(largest)
-    if n_smaller:
-        n_remaining_rows = int(counts.sum() - counts[largest].sum())
-        slices.append(Slice(f"{n_smaller:,} smaller parts", "", n_remaining_rows, 0))
-    return LabelSlices(f"{first.label} x {second.label}", tuple(slices), slice_of_cell[inverse_N], n_smaller)
 
 
 def explain_rows(

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.api.evaluate import Agreement, agreement
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64
 from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -40,7 +40,6 @@ from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import (
     LabelSlices,
-    cosines,
     dropped_intervals,
     label_slices,
     slice_effects,
@@ -52,9 +51,7 @@ from grasp.report.example_rows import (
     Figures,
     Shades,
     collect_example_rows,
-    cross_labels,
     explain_rows,
-    iterate_columns,
 )
 from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
@@ -92,10 +89,6 @@ NO_SELECTION = Missing(
 NO_MIXTURE = Missing(
     "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
 )
-NO_SKETCHES = Missing(
-    "The artifact has no sketches, which the similarity of slices is computed from.",
-    "Rebuild it with features.hidden_width and features.residual_width above 0.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +113,6 @@ class LabelFindings:
     names: list[str]  # display names of the slices
     dropped: Change  # change if the slice is dropped, in `Findings.unit`; negative if the slice helps
     by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
-    mean_GT: F64  # mean effect of the slice's rows; 0 is the average row of the corpus
-    cosine_GG: F64 | None  # cosine similarity of the slices' mean sketches; None: no sketches
     weights_model: F64 | Predictor  # what `payload` computes the change under any weights of the slices from
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
@@ -170,7 +161,6 @@ class Findings:
     effect_unit: str  # unit of predictions without runs
     scored_by: str  # one-line description of the scoring rule
     labels: tuple[LabelFindings, ...]
-    crossed: LabelFindings | None  # pairs of values of the first two labels
     top_share: float  # share of rows in `top_gains`
     top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
     rows: ExampleRows
@@ -199,7 +189,6 @@ class Findings:
             (Missing(self.unshaded, ""), bool(self.unshaded)),
             (NO_LABELS, not self.labels),
             (NO_TEXT, not any(row["snippet"] for row in self.rows.rows)),
-            (NO_SKETCHES, bool(self.labels) and self.labels[0].cosine_GG is None),
             *((part, True) for part in optional if isinstance(part, Missing)),
         )
         return tuple(missing for missing, condition in conditions if condition)
@@ -238,10 +227,7 @@ def collect_findings(
         command: command line that reproduces the report.
         progress: receives the rows that are explained.
     Raises:
-        SettingsError: a file belongs to another artifact.
-        ProtocolError: the artifact does not fit the scoring rule, or has no such target.
-        RunsError: the runs do not belong to the artifact.
-        SubsetError: unknown label, or a label with a single value.
+        SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """
     progress = progress or Silent()
     progress.stage("predictions", rows=None, tokens=None)
@@ -255,7 +241,8 @@ def collect_findings(
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
         run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
-    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=SIMILARITY_SKETCHES)
+    sketches = () if runs is None else SIMILARITY_SKETCHES
+    predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
     outcomes = NO_RUNS if runs is None else _fit_outcomes(predictor, artifact, runs, partial=partial)
@@ -264,16 +251,14 @@ def collect_findings(
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
 
     labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
-    crossed = None
-    if len(slices_by_label) > 1:
-        crossed = _label_findings(artifact, predictor, cross_labels(*slices_by_label[:2]), None)
-    rows = collect_example_rows(
-        artifact, predictor, slices_by_label, None if crossed is None else crossed.slices, _reliable_rows(artifact)
-    )
+    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
+    rows = collect_example_rows(artifact, predictor, slices_by_label, long_N if long_N.any() else ~long_N)
     shades, figures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
     n_top = max(1, round(TOP_SHARE * artifact.n_rows))
+    run_file = None if runs is None else runs.path / "run.yaml"
+    runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
     return Findings(
         command=command,
         flags={
@@ -282,7 +267,7 @@ def collect_findings(
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
         settings=yaml_text(artifact.manifest.settings),
-        runs_settings=_runs_settings(runs),
+        runs_settings=runs_settings,
         artifact_path=artifact.location,
         n_rows=artifact.n_rows,
         n_tokens=int(tokens_N.sum()),
@@ -294,7 +279,6 @@ def collect_findings(
         effect_unit=predictor.unit,
         scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
-        crossed=crossed,
         top_share=n_top / artifact.n_rows,
         top_gains=_top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
@@ -308,18 +292,6 @@ def collect_findings(
         selection=selection_summary,
         mixture=mixture_summary,
     )
-
-
-def _reliable_rows(artifact: ArtifactReader) -> Bool:
-    """Return which rows are long enough for a reliable effect, (N,); all rows if none is."""
-    long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
-    return long_N if long_N.any() else np.ones_like(long_N)
-
-
-def _runs_settings(runs: TrainingRuns | None) -> str:
-    """Return the settings with which the runs were retrained as YAML; empty if they are not stored."""
-    path = None if runs is None else runs.path / "run.yaml"
-    return yaml_text(read_yaml(path)) if path is not None and path.exists() else ""
 
 
 def display_unit(unit: str) -> str:
@@ -363,10 +335,9 @@ def _top_rows_gain(
     The gains are in the unit of the runs for targets that have runs, and in that of the predictor otherwise.
     """
     n_rows = len(predictor.effect_NT)
-    effects = iterate_columns(predictor.effect_NT, np.arange(n_rows))
     subsets = (
         WeightedRows(target, np.sort(ranked(effect_N, count=n_top)))
-        for target, effect_N in zip(targets, effects, strict=True)
+        for target, effect_N in zip(targets, predictor.effect_NT.T, strict=True)
     )
     blocks = list(in_blocks(subsets, n_rows, len(targets)))
     # Subset t is that of target t, so its gain is on the diagonal of the changes of every subset and target.
@@ -397,4 +368,4 @@ def _label_findings(
     # other changes are not a sum over slices
     weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)
-    return LabelFindings(slices, names, dropped, by_relevance, effects.effect_GT, cosines(effects.sums), weights_model)
+    return LabelFindings(slices, names, dropped, by_relevance, weights_model)

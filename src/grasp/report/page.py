@@ -81,7 +81,6 @@ def render(findings: Findings, live: str = "") -> str:
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),
         warnings=_warnings(findings),
-        map=_treemap(findings),
         rows=_rows(findings, targets),
         fidelity=fidelity,
         selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
@@ -115,17 +114,6 @@ def _interval_note(findings: Findings) -> str:
     if any(fact == "replay" for fact, _ in findings.facts):
         note += f" {REPLAY_NOTE[0].upper()}{REPLAY_NOTE[1:]}."
     return note
-
-
-def _treemap(findings: Findings) -> View | None:
-    """Return the titles of the two labels of the treemap, and a note on cells that are not shown."""
-    if findings.crossed is None:
-        return None
-    first, second = (plain(label.slices.label, 40) for label in findings.labels[:2])
-    last = findings.crossed.slices.slices[-1]
-    has_more_cells = findings.crossed.slices.n_grouped
-    omitted = f"{last.name} with {last.rows:,} rows in total are not shown" if has_more_cells else ""
-    return {"first": first, "second": second, "omitted": omitted}
 
 
 @functools.cache

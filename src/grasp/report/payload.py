@@ -55,27 +55,12 @@ def payload(findings: Findings) -> dict[str, Any]:
         }
         for question in examples.questions
     ]
-    # cells of the treemap: the two slices, rows, mean effect on each target, and its sign if it is significant
-    cells = None
-    if findings.crossed is not None:
-        pairs, label_codes = findings.crossed.slices, [label.slices.codes_N for label in findings.labels[:2]]
-        first_row_G = np.unique(pairs.codes_N, return_index=True)[1]  # any row of the cell has its two label values
-        cells = [
-            {
-                "at": [int(code_N[first_row_G[cell]]) for code_N in label_codes],
-                "rows": pairs.slices[cell].rows,
-                "effect": _rounded(findings.crossed.mean_GT[cell]),
-                "sign": (-findings.crossed.dropped.sign_GT[cell]).tolist(),
-            }
-            for cell in range(len(pairs.slices) - bool(pairs.n_grouped))
-        ]
     return {
         "targets": unique_names(findings.targets, MAX_CELL_CHARS),
         "effectUnit": findings.effect_unit,
         "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
         "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
         "labels": [_label(findings, label) for label in findings.labels],
-        "map": cells,
         "rows": {"rows": rows, "n": examples.n_ranked, "questions": questions},
     }
 

@@ -23,7 +23,6 @@ View = dict[str, Any]
 
 MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
 BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
-PAIRS_SHOWN = 6
 SHARES_SHOWN = 30  # label values in the table of a selection
 CURVE_SHOWN = 12  # budgets in the table of a selection
 POINTS_SHOWN = 400  # points of a scatter plot
@@ -206,7 +205,7 @@ def _agreement(findings: Findings, target: str) -> str:
 
 
 def slices(label: LabelFindings, targets: Sequence[str]) -> View:
-    """Return the table of a label (one row per slice), and its most similar slices."""
+    """Return the table of a label, one row per slice."""
     names, dropped = label.names, label.dropped
     mean_G, scale = dropped.value_GT.mean(axis=1), _bar_scale(dropped.value_GT)
     lines = []
@@ -216,21 +215,11 @@ def slices(label: LabelFindings, targets: Sequence[str]) -> View:
         if len(targets) > 1:
             cells.append(_bar(mean_G[g], nan, nan, scale))
         lines.append({"g": g, "name": names[g], "rows": label.slices.slices[g].rows, "cells": cells})
-    # slices with similar and with opposite mean sketches. Source: eq:ia-discrete-curvature
-    cosine_GG = np.empty((0, 0)) if label.cosine_GG is None else label.cosine_GG
-    pairs = [(i, j) for i, j in zip(*np.triu_indices(len(cosine_GG), 1), strict=True) if np.isfinite(cosine_GG[i, j])]
-    pairs.sort(key=lambda pair: -cosine_GG[pair])
-    similar, opposite = (
-        [[names[i], names[j], signed(float(cosine_GG[i, j]), 2)] for i, j in ends if sign * cosine_GG[i, j] > 0]
-        for sign, ends in ((1, pairs[:PAIRS_SHOWN]), (-1, pairs[::-1][:PAIRS_SHOWN]))
-    )
     return {
         "title": plain(label.slices.label, 40),
         "lines": lines,
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
         "last": names[-1],
-        "similar": similar,
-        "opposite": opposite,
     }
 
 
@@ -354,7 +343,8 @@ def selection(summary: SelectionSummary) -> View:
     points = list(zip(summary.curve.rows, summary.curve.value, summary.curve.effect, strict=True))
     step = max(1, len(points) // CURVE_SHOWN)
     # rows per label value, largest first; rare values are summed
-    n_rows, n_selected = sum(label.pool for label in summary.labels), sum(label.selected for label in summary.labels)
+    n_rows = max(1, sum(label.pool for label in summary.labels))
+    n_selected = max(1, sum(label.selected for label in summary.labels))
     values = unique_names([label.value for label in summary.labels], MAX_CELL_CHARS)
     counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
     counts.sort(key=lambda count: -count[2])
@@ -373,7 +363,7 @@ def selection(summary: SelectionSummary) -> View:
         "curve": [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]],
         "label": "value",
         "columns": ["value", "corpus", "selection"],
-        "lines": [[value, _percent(n, n_rows), _percent(k, n_selected)] for value, n, k in counts],
+        "lines": [[value, f"{n / n_rows:.1%}", f"{k / n_selected:.1%}"] for value, n, k in counts],
         "notes": [plain(note) for note in summary.notes],
     }
 
@@ -399,12 +389,16 @@ def mixture(summary: MixtureSummary) -> View:
 
 def _changes(targets: Sequence[TargetChange], scale: str) -> View:
     """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
-    lines: list[View] = []
-    for change in targets:
-        line: View = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
-        line["expected"] = _with_interval(change.expected, change.expected_low, change.expected_high, 3)
-        line["nats"] = _with_interval(change.nats, change.nats_low, change.nats_high, 4)
-        lines.append(line)
+    lines: list[View] = [
+        {
+            "name": name(change.target),
+            "weight": f"{change.weight:.0%}",
+            "change": signed(change.change),
+            "expected": _with_interval(change.expected, change.expected_low, change.expected_high, 3),
+            "nats": _with_interval(change.nats, change.nats_low, change.nats_high, 4),
+        }
+        for change in targets
+    ]
     has = {column: any(line[column] for line in lines) for column in ("expected", "nats")}
     return {"targets": lines, **has, "scale": plain(scale)}
 
@@ -414,7 +408,3 @@ def _with_interval(value: float | None, low: float | None, high: float | None, d
     if value is None:
         return None
     return {"value": signed(value, digits), "interval": f"[{signed(low, digits)}, {signed(high, digits)}]"}
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"

@@ -5,7 +5,6 @@ Start with `prepare`.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -260,19 +259,20 @@ def recorded_units(
 def _subsets(
     settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe
 ) -> Iterator[SubsetBlock]:
-    """Yield the subsets of a file or of a family.
-
-    Raises:
-        SubsetError: the corpus lacks the label of the family, or a subset has fewer rows than a batch.
-    """
+    """Yield the subsets of a file or of a family, each with the rows of a batch at least."""
     if settings.subsets:
         blocks = read_subsets(settings.subsets, rows)
     else:
+
+        def label_batches(names: list[str]) -> Iterator[pa.RecordBatch]:
+            for k in range(store.n_shards):
+                yield from store.read_columns(k, names).to_batches()
+
         family = parse_family(settings.family)
         label, labels = family.label, None
         if label is not None:
             schema, n_rows = store.table(0).schema, store.n_rows
-            labels = LabelTable.from_batches(schema, n_rows, partial(_batches, store)).column(label, "family")
+            labels = LabelTable.from_batches(schema, n_rows, label_batches).column(label, "family")
         n_rows, seed = store.n_rows, settings.family_seed
         blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
     for block in blocks:
@@ -283,8 +283,3 @@ def _subsets(
                     f"{recipe.name}; use a larger corpus, another family, or smaller batches"
                 )
         yield block
-
-
-def _batches(store: RowStore, names: list[str]) -> Iterator[pa.RecordBatch]:
-    for k in range(store.n_shards):
-        yield from store.read_columns(k, names).to_batches()

@@ -189,11 +189,7 @@ def _fill_placeholders(words: Sequence[str], run: Run, corpus: Path, checkpoint:
 
 
 def _run_logged(words: Sequence[str], log: Path) -> None:
-    """Run a command with its output in log files.
-
-    Raises:
-        ModelError: it cannot be started, or fails; the message has the last line of stderr.
-    """
+    """Run a command with its output in log files; the error of a failure has the last line of stderr."""
     log.parent.mkdir(exist_ok=True)
     stdout_path, stderr_path = (log.parent / f"{log.name}.{kind}.txt" for kind in ("stdout", "stderr"))
     try:

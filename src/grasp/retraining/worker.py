@@ -51,7 +51,7 @@ from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
 from grasp.training.further_training import FurtherTraining
-from grasp.training.train import train, train_in_memory
+from grasp.training.train import train
 
 POLL_SECONDS = 2.0  # between checks whether other workers have finished
 TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
@@ -157,20 +157,18 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     retrained, steps = worker.retrained, worker.steps
     words = command_words(settings.train_command) if settings.train_command else None
     clock = _Clock(retrained)
-    first_step: tuple[int, float] | None = None  # step and time at which the measurement of the cost begins
-    cost_reported = words is not None
+    times: list[float] = []  # ends of the first steps, the first of which includes one-time costs
 
     def step_done(step: int, run: Run, left: int) -> None:
-        nonlocal first_step, cost_reported
         progress(clock.status(left, run.stem, step, steps))
-        if cost_reported or (first_step is not None and first_step[0] < step < min(first_step[0] + TIMED_STEPS, steps)):
+        if words is not None or len(times) > min(TIMED_STEPS, steps - 1):
             return
         if torch.device(worker.device).type == "cuda":
             torch.cuda.synchronize()  # kernels are asynchronous
-        if first_step is None or step <= first_step[0]:
-            first_step = step, time.perf_counter()  # the first step includes one-time costs
+        times.append(time.perf_counter())
+        if len(times) < 2 or len(times) <= min(TIMED_STEPS, steps - 1):
             return
-        run_seconds = steps * (time.perf_counter() - first_step[1]) / (step - first_step[0])
+        run_seconds = steps * (times[-1] - times[0]) / (len(times) - 1)
         workers = settings.workers or 1
         with_workers = "" if workers == 1 else f" with {workers} workers"
         cost = (
@@ -178,7 +176,6 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume"
         )
         progress(RetrainStatus("cost", note=cost))
-        cost_reported = True
 
     while pending := retrained.untried():
         claim = retrained.claim(ttl=settings.lease_seconds)
@@ -262,23 +259,19 @@ class Worker:
         if checkpoints is None:
             steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
             checkpoints = tuple(sorted(steps - {0}))
-        if run.subset_id == WHOLE_CORPUS_RUN:
-            trained = train(
-                self.recipe,
-                self.store,
-                seed=run.seed,
-                tokenizer=self.tokenizer,
-                out=self.retrained.path / "reference" / f"seed-{run.seed}",
-                checkpoints=checkpoints,
-                device=self.device,
-                progress=progress,
-            )
-            return np.asarray(-evaluate_units(trained.model.to(self.device), self.tokens))
-        weight_N, device = self.weights(run), self.device
-        trainer = train_in_memory(
-            self.recipe, self.store, seed=run.seed, retained=weight_N, device=device, progress=progress
+        is_whole = run.subset_id == WHOLE_CORPUS_RUN
+        trained = train(
+            self.recipe,
+            self.store,
+            seed=run.seed,
+            retained=None if is_whole else self.weights(run),
+            tokenizer=self.tokenizer,
+            out=self.retrained.path / "reference" / f"seed-{run.seed}" if is_whole else None,
+            checkpoints=checkpoints if is_whole else (),
+            device=self.device,
+            progress=progress,
         )
-        return np.asarray(-trainer.model.unit_losses(self.tokens)[0])
+        return np.asarray(-evaluate_units(trained.model, self.tokens))
 
     @cached_property
     def _further(self) -> FurtherTraining:

@@ -78,12 +78,7 @@ class ExtrapolationLog:
         self._count = 0
 
     def add(self, names: Sequence[str], changes: PredictedChanges) -> None:
-        """Add a block of subsets.
-
-        Args:
-            names: name of each subset.
-            changes: their predicted changes.
-        """
+        """Add a block of subsets with these names."""
         messages = [f"{name} ({reason})" for name, reason in zip(names, changes.outside, strict=True) if reason]
         self._count += len(messages)
         self._examples += messages[: MAX_SUBSETS_NAMED - len(self._examples)]
@@ -434,15 +429,7 @@ def _development_targets(alignment: Alignment, requested: Sequence[str]) -> dict
 def _fit_notes(
     alignment: Alignment, predictor: Predictor, targets: Sequence[str], features: SubsetFeatures, utility_RST: F64
 ) -> list[str]:
-    """Return notes on the fit of the requested targets.
-
-    Args:
-        alignment: runs with the artifact.
-        predictor: predictor of the requested targets.
-        targets: fitted targets, in the order of the last axis of features and utilities.
-        features: features of the runs.
-        utility_RST: utilities of the runs.
-    """
+    """Return notes on the fit; `targets` are the fitted ones, in the order of the last axis of the arrays."""
     notes = [*alignment.runs.notes]
     if predictor.protocol.targets_selected_on(alignment.runs_fingerprint):
         notes.append(f"the protocol was selected on {alignment.runs.name}, so its intervals are somewhat too narrow")

@@ -124,14 +124,17 @@ class Evaluation(Result):
         roles: list[MethodRole] = ["predictor"]
         rows: list[list[str]] = []
         for result in sorted(self.methods, key=lambda result: group_order.index(result.predictions.method_role)):
-            cost_cells = _cost_cells(result.predictions.cost) if with_cost else []
+            cost, cost_cells = result.predictions.cost, ["-", "-"]  # the cells of `COST_COLUMNS`
+            if cost is not None:
+                floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
+                cost_cells = [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
             metrics_by_name = {self.marked(metrics.target, result): metrics for metrics in result.targets}
             if len(metrics_by_name) > 1:
                 suffix = " (in sample)" if result.selected_on else ""
                 metrics_by_name[result.mean.target + suffix] = result.mean
             for name, metrics in metrics_by_name.items():
                 cells = [_cell(metric, metrics[metric]) for metric in HEADINGS]
-                rows.append([result.method, name, str(metrics.n_units), *cells, *cost_cells])
+                rows.append([result.method, name, str(metrics.n_units), *cells, *(cost_cells if with_cost else [])])
                 roles.append(result.predictions.method_role)
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
         return list(zip(roles, text_table("", headings, rows, left=2).splitlines(), strict=True))
@@ -176,7 +179,7 @@ class Evaluation(Result):
         lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
         for result in self.methods:
             for metrics in result.targets:
-                for metric in (*HEADINGS, "task_rho_standardised"):  # the last one is in the JSON and CSV only
+                for metric in HEADINGS:
                     method = "" if metric in CEILINGS else f" of {result.method}"
                     if reason := metrics[metric].reason:
                         lines[f"undefined: {metric}{method} on {metrics.target}: {reason}"] = None
@@ -189,14 +192,6 @@ class Evaluation(Result):
 def _cell(metric: str, estimate: Estimate) -> str:
     """Format an estimate; ceilings without their interval, which is below the table."""
     return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
-
-
-def _cost_cells(cost: Cost | None) -> list[str]:
-    """Format the cells of `COST_COLUMNS`: floats per row for features and scores, and wall-clock seconds."""
-    if cost is None:
-        return ["-", "-"]
-    floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
-    return [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
 
 
 def evaluate_predictions(
@@ -290,8 +285,6 @@ def _table(methods: Sequence[MethodResult], roles: Mapping[str, Role]) -> pa.Tab
                 estimate = metrics[metric]
                 record |= {metric: estimate.value, f"{metric}_low": estimate.low, f"{metric}_high": estimate.high}
                 record |= {f"{metric}_reason": estimate.reason} if estimate.reason else {}
-            for metric, (mean, sd) in metrics.over_seeds.items():
-                record |= {f"{metric}_seed_mean": mean, f"{metric}_seed_sd": sd}
             if not is_mean:
                 record["undefined_units"] = sum(metrics.undefined_units.values())
                 record["undefined_why"] = "; ".join(f"{reason}: {n}" for reason, n in metrics.undefined_units.items())

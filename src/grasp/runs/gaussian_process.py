@@ -92,7 +92,12 @@ class GaussianProcess:
         seeds_n = (~np.isnan(utility_nST[:, :, 0])).sum(axis=1).astype(np.float64)
         utility_nT = np.nanmean(utility_nST, axis=1)
         seed_squares_T = np.nansum((utility_nST - utility_nT[:, None]) ** 2, axis=(0, 1))
-        _check_variation(runs, utility_nT)
+        n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
+        if n_different < MIN_DIFFERENT_SUBSETS or not varies(utility_nT[:, None]).all():
+            raise RunsError(
+                f"fit to runs: got {n_different} different subset(s) in {n_runs} run(s), expected "
+                f"{MIN_DIFFERENT_SUBSETS} or more, and not that all runs have the same utility"
+            )
         scales = FeatureScales.from_runs(runs)
         mean_T = utility_nT.mean(axis=0)
         data = RunData(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
@@ -233,13 +238,21 @@ class GaussianProcess:
         """Return the gradient of a function with respect to the features of one subset.
 
         Each feature is shifted in a subset of its own, so that `value` is called only twice. Steps are relative to the
-        standard deviations over the runs.
+        standard deviations over the runs, or for a share to the share itself plus an even share.
 
         Args:
             at: features of one subset.
             value: function of the features of several subsets, (B,).
         """
-        step_1P = self._scales.finite_difference_step(at, FEATURE_STEP).flat()
+        scales = self._scales
+        step_1T = FEATURE_STEP * ratio(1.0, scales.relevance.inverse_std, minimum=TINY)[None]
+        step_1P = SubsetFeatures(  # 0 if a feature is constant over the runs; a share may be 0, so an even one is added
+            share_BG=FEATURE_STEP * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
+            relevance_BT=step_1T,
+            kernel_BTM=FEATURE_STEP * ratio(1.0, scales.kernel.inverse_std, minimum=TINY)[None],
+            sketch_BD=np.full_like(at.sketch_BD, FEATURE_STEP * ratio(1.0, scales.sketch.inverse_std, minimum=TINY)),
+            within_slice_BT=step_1T,
+        ).flat()
         difference_P = value(at.unflatten(at.flat() + np.diag(step_1P[0]))) - value(at)
         return at.unflatten(ratio(difference_P, step_1P))
 
@@ -282,16 +295,6 @@ class GaussianProcess:
 def varies(utility_nST: F64) -> Bool:
     """Return whether the mean over seeds of each task differs between runs, (T,); True for a single run."""
     return np.asarray((np.ptp(np.nanmean(utility_nST, axis=1), axis=0) > 0) | (len(utility_nST) < 2))
-
-
-def _check_variation(runs: SubsetFeatures, utility_nT: F64) -> None:
-    """Raise a RunsError if fewer than 2 subsets are different, or all utilities of a task are equal."""
-    n_different = len(np.unique(runs.flat().round(EQUALITY_DECIMALS), axis=0))
-    if n_different < MIN_DIFFERENT_SUBSETS or not varies(utility_nT[:, None]).all():
-        raise RunsError(
-            f"fit to runs: got {n_different} different subset(s) in {len(runs)} run(s), expected "
-            f"{MIN_DIFFERENT_SUBSETS} or more, and not that all runs have the same utility"
-        )
 
 
 def _variance_reduction(cross_Cbn: F64, inverse_Cnn: F64) -> F64:

@@ -7,7 +7,7 @@ Start with `import_runs`. The training mixtures and the results are tables such 
     a,0.5,0.3,0.2                      a,3.21,0.41
 
 Both may be columns of one file, which are then selected by patterns. Mixtures may also be in long form: `run,
-row_id[, weight]`, or `run, expression[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
+row_id[, weight]` or `run, doc_id[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
 trainers, harnesses and trackers (`grasp.file_readers`).
 """
 
@@ -81,7 +81,7 @@ def import_runs(
 
     Args:
         trained: mixtures: one line per run and one column per value of the label; or a table in long form with columns
-            run, row_id or expression, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
+            run, row_id or doc_id, and optionally weight; or a directory of mixtures as `grasp mix` --format writes
             them, one file per run.
         results: table, or directory of an evaluation harness with one folder per run. Default: the table `trained`
             contains both.
@@ -118,7 +118,12 @@ def import_runs(
         if results is None:
             raise RunsError(f"{trained}: contains only mixtures; pass the results of the runs too")
         weights_location = str(trained)
-        measure_of_files, trained_table = _weights_of_files(files, label)
+        if label is None:
+            raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
+        measure_of_files, weights_of_run = read_mixtures_of_runs(files)
+        lines = [(run, value, weight) for run, mixture in weights_of_run.items() for value, weight in mixture.items()]
+        trained_columns = [pa.array(column) for column in zip(*lines, strict=True)]
+        trained_table = pa.table(trained_columns, TRAINED_SCHEMA.names)
         kind: Kind = "times" if measure_of_files == "times" else "shares"
         measure = measure if kind == "times" else measure_of_files
         notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
@@ -161,9 +166,7 @@ def import_runs(
         notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
         notes += harness.notes_about(metric_names)
-    info = RunsInfo.model_validate(
-        {"kind": kind, "label": label, "measure": measure, "metrics": directions, "read_from": paths}
-    )
+    info = RunsInfo.model_validate({"kind": kind, "label": label, "measure": measure, "metrics": directions})
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -189,7 +192,16 @@ def read_mixtures(
     """
     table, location = _read_table(source)
     if "value" in table.column_names and "value" not in values:
-        table = _transpose_mix_output(table, location, measure)
+        has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
+        columns_of_mix = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
+        mixtures = [name for name in columns_of_mix if name in table.column_names]
+        if not mixtures:
+            raise RunsError(
+                f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns_of_mix)}"
+            )
+        row_names = _string_column(table, "value", location).to_pylist()
+        lines = zip(row_names, *(table[name] for name in mixtures), strict=True)
+        table = pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
     if not len(table):
         raise RunsError(f"{location}: has no mixtures; expected one per line")
     name_columns = [name for name in table.column_names if name not in values and name in (*NAME_COLUMNS, "mixture")]
@@ -217,39 +229,25 @@ def read_mixtures(
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-def _transpose_mix_output(table: pa.Table, location: str, measure: str) -> pa.Table:
-    """Convert the output of `mix`, one line per value and one column per mixture, to one line per mixture."""
-    has_other_measure = ROW_SHARES_COLUMN in table.column_names and measure != "rows"
-    columns = (f"share_of_{measure}", *(() if has_other_measure else MIXTURE_COLUMNS))
-    mixtures = [name for name in columns if name in table.column_names]
-    if not mixtures:
-        raise RunsError(f"{location}: has a column `value` but no shares of {measure}; expected {', '.join(columns)}")
-    values = _string_column(table, "value", location).to_pylist()
-    lines = zip(values, *(table[name] for name in mixtures), strict=True)
-    return pa.table({"mixture": mixtures} | {value: pa.array(shares) for value, *shares in lines})
-
-
 # ------------------------------------------------------------------------------------------------------- mixtures
 
 
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return what the weights are of (rows, expressions, shares or times), and a table of run, name and weight.
+    """Return what the weights are of (rows, shares or times), and a table of run, name and weight.
 
     A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
     """
     names = {name.lower(): name for name in table.column_names}
-    long_form: tuple[tuple[Kind, Sequence[str]], ...] = (("rows", ROW_COLUMNS), ("expressions", ("expression",)))
-    for kind, options in long_form:
-        column = next((names[option] for option in options if option in names), None)
-        if column is not None:
-            arrays = [
-                _string_column(table, _name_column(table, location), location),
-                _string_column(table, column, location),
-                table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
-            ]
-            return kind, pa.table(arrays, TRAINED_SCHEMA.names)
+    row_column = next((names[option] for option in ROW_COLUMNS if option in names), None)
+    if row_column is not None:
+        arrays = [
+            _string_column(table, _name_column(table, location), location),
+            _string_column(table, row_column, location),
+            table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
+        ]
+        return "rows", pa.table(arrays, TRAINED_SCHEMA.names)
     if label is None:
         raise RunsError(f"{location}: pass the label that its columns are values of, e.g. --label source")
     wide = _WideTable(table, location)
@@ -272,16 +270,6 @@ def _read_weights(
     ]
     long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
     return ("times" if weights == "times" else "shares"), long
-
-
-def _weights_of_files(files: Sequence[Path], label: str | None) -> tuple[str, pa.Table]:
-    """Return what the weights are shares of, or `times`, and a table of run, name and weight."""
-    if label is None:
-        raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
-    measure, weights = read_mixtures_of_runs(files)
-    lines = [(run, value, weight) for run, mixture in weights.items() for value, weight in mixture.items()]
-    columns = [pa.array(column) for column in zip(*lines, strict=True)]
-    return measure, pa.table(columns, TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -316,7 +304,7 @@ class _WideTable:
         self.ignored = [name for name in others if name not in self.numbers]
 
     def metadata(self, name: str, line: int) -> Any:
-        """Return the seed, size, number of tokens or state of a line; None if there is no such column."""
+        """Return the seed, size or state of a line; None if there is no such column."""
         return self._metadata[name][line] if name in self._metadata else None
 
     def select_columns(self, patterns: Sequence[str]) -> list[str]:
@@ -348,27 +336,21 @@ class _WideTable:
                 failed.append(run)
                 continue
             size = self.metadata("size", line)
-            seed, tokens = self._whole_number("seed", line) or 0, self._whole_number("tokens", line)
-            of_run = {
-                "run": run,
-                "seed": seed,
-                "size": None if size is None else str(size),
-                "tokens": None if tokens is None else float(tokens),
-            }
+            of_run = {"run": run, "seed": self._seed(line), "size": None if size is None else str(size)}
             lines += [of_run | {"metric": name, "value": value} for name, value in zip(metrics, values, strict=True)]
         return pa.Table.from_pylist(lines, RESULTS_SCHEMA), failed
 
-    def _whole_number(self, name: str, line: int) -> int | None:
-        """Return a seed or a number of tokens as an integer, or None."""
-        value = self.metadata(name, line)
+    def _seed(self, line: int) -> int:
+        """Return the seed of a line; 0 if there is no such column or the cell is empty."""
+        value = self.metadata("seed", line)
         if value is None:
-            return None
+            return 0
         try:
             number = int(float(value)) if isinstance(value, str) else int(value)
         except (ValueError, OverflowError, TypeError):
             number = -1  # refused below
         if not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.location}: run {self.runs[line]!r}: {name} is {value!r}, expected a whole number")
+            raise RunsError(f"{self.location}: run {self.runs[line]!r}: seed is {value!r}, expected a whole number")
         return number
 
 
@@ -382,13 +364,7 @@ def _resolve_directions(
     lower: Sequence[str],
     location: str,
 ) -> dict[str, Direction]:
-    """Return whether higher or lower is better, for each metric.
-
-    The results files decide first, then `higher` and `lower`, then the name of the metric.
-
-    Raises:
-        RunsError: none of them decides.
-    """
+    """Return whether higher or lower is better: by the results files, else by `higher` and `lower`, else by name."""
     directions: dict[str, Direction] = {}
     unknown = []
     for metric in metrics:

@@ -1,9 +1,9 @@
 """Imported runs as `TrainingRuns`: subsets in the rows of an artifact, and metrics as utilities of its targets.
 
-A `RunTable` does not depend on an artifact: its weights are those of label values, rows, documents or expressions, and
-its metrics have names. Here the weights become row weights, and a metric becomes the utility of the target that it is
+A `RunTable` does not depend on an artifact: its weights are those of label values, rows or documents, and its metrics
+have names. Here the weights become row weights, and a metric becomes the utility of the target that it is
 named after, so that all code for `TrainingRuns` accepts imported runs. Start with `bind_runs`.
-Shape letters: R runs, S seeds, T targets, N rows, E units, G label values or expressions.
+Shape letters: R runs, S seeds, T targets, N rows, E units, G label values.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ class ImportedRuns(TrainingRuns):
         self.values_RST = table.utility_RST()[:, :, columns]
         super().__init__(path, _record(table, artifact, tuple(metric_of_target), self.values_RST))
         self._subsets, subset_notes = row_weights(table, artifact)
-        self._label = table.info.label
+        self.label = table.info.label
         self.share_measure = table.info.measure if table.info.kind == "shares" else "rows"
         renamed = [f"{target}: {metric}" for target, metric in metric_of_target.items() if metric != target]
         self.notes = [
@@ -70,15 +70,7 @@ class ImportedRuns(TrainingRuns):
         self.unit = _common_unit(table, metric_of_target)
         changes = {"lower": "decrease of", "higher": "increase of"}
         metrics = ", ".join(f"{changes[table.info.metrics[metric]]} {metric}" for metric in metric_of_target.values())
-        self._measurement = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
-
-    @property
-    def measurement(self) -> tuple[str, str]:
-        return self._measurement
-
-    @property
-    def label(self) -> str | None:
-        return self._label
+        self.measurement = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
 
     def pending(self) -> tuple[Run, ...]:
         return ()
@@ -169,15 +161,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
         return _weights_from_row_ids(runs, table, RowIndex.from_parquet(artifact.rows_path))
-    if runs.info.kind == "expressions":
-        return _weights_from_expressions(runs, table), []
     return _weights_from_label(runs, table, artifact)
-
-
-def _weights_from_expressions(runs: RunTable, table: LabelTable) -> list[SubsetBlock]:
-    """Convert weights of label expressions; a row that matches several expressions gets the sum of their weights."""
-    mask_GN = np.stack([table.matching(expression).mask_N for expression in runs.values])
-    return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ csr_array(mask_GN, dtype=np.float64)))]
 
 
 def _weights_from_label(
@@ -190,7 +174,18 @@ def _weights_from_label(
     except SubsetError as err:
         raise RunsError(f"{runs.name}: {err}; import the runs again with --label LABEL") from err
     code_of_value = {name: code for code, name in enumerate(column.names())}
-    names = _label_values(runs, code_of_value)
+    # A prefix that all names in the table share may be missing in the labels, e.g. of train_arxiv, train_github. It is
+    # that of the first and the last name in alphabetical order.
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
+    common_prefix = "".join(letter for letter, _ in pairs)
+    names = list(runs.values)
+    if missing := [name for name in names if name not in code_of_value]:
+        names = [name.removeprefix(common_prefix) for name in names]
+        if not all(name in code_of_value for name in names):
+            raise RunsError(
+                f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
+                f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of_value)[:MAX_LISTED])}"
+            )
     codes = [code_of_value[name] for name in names]
     factor_RG = np.zeros((len(runs), len(column.values)))
     factor_RG[:, codes] = runs.weights_RG()
@@ -204,24 +199,6 @@ def _weights_from_label(
     return blocks, [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
 
 
-def _label_values(runs: RunTable, code_of_value: Mapping[str, int]) -> list[str]:
-    """Return the label value that each value of the runs names.
-
-    A prefix that all names in the table share may be missing in the labels, e.g. of train_arxiv, train_github.
-    """
-    # The common prefix of all names is that of the first and the last in alphabetical order.
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(runs.values), max(runs.values), strict=False))
-    common_prefix = "".join(letter for letter, _ in pairs)
-    for names in (list(runs.values), [name.removeprefix(common_prefix) for name in runs.values]):
-        if all(name in code_of_value for name in names):
-            return names
-    missing = [name for name in runs.values if name not in code_of_value]
-    raise RunsError(
-        f"{runs.name}: {len(missing)} values of {runs.info.label} are not in the artifact: "
-        f"{', '.join(missing[:MAX_LISTED])}; it has {', '.join(list(code_of_value)[:MAX_LISTED])}"
-    )
-
-
 def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:
     """Convert weights by document id if all names are documents, otherwise by row id.
 
@@ -230,7 +207,10 @@ def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) ->
     """
     rows_of_name, notes = {str(row_id): [n] for n, row_id in enumerate(index.ids().to_pylist())}, []
     if "doc_id" in table.columns:
-        rows_of_document = _rows_of_documents(table)
+        column = table.column("doc_id")
+        sorted_rows_N = np.argsort(column.codes_N, kind="stable")
+        rows_by_code = np.split(sorted_rows_N, np.cumsum(column.counts)[:-1])
+        rows_of_document = {str(name): rows.tolist() for name, rows in zip(column.values, rows_by_code, strict=True)}
         if all(name in rows_of_document for name in runs.values):
             rows_of_name = rows_of_document
             n_rows = sum(len(rows_of_name[name]) for name in runs.values)
@@ -244,11 +224,3 @@ def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) ->
     indptr, indices = np.cumsum([0, *map(len, rows_G)]), np.concatenate(rows_G)
     row_GN = csr_array((np.ones(len(indices)), indices, indptr), shape=(len(rows_G), index.n_rows))
     return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ row_GN))], notes
-
-
-def _rows_of_documents(table: LabelTable) -> dict[str, list[int]]:
-    """Return the indices of the rows of each document."""
-    column = table.column("doc_id")
-    order = np.argsort(column.codes_N, kind="stable")
-    rows_by_code = np.split(order, np.cumsum(column.counts)[:-1])
-    return {str(name): rows.tolist() for name, rows in zip(column.values, rows_by_code, strict=True)}

@@ -211,7 +211,14 @@ class MarginalLikelihood:
         components = self._linear_covariances | {name: k_nn[None] for name, k_nn in of_shares.items()}
         k_Cnn = weighted_sum(hyperparameters, components) + self.data.noise_nn(hyperparameters)
         fit = ClosedFormFit.from_covariance(k_Cnn, self.data, hyperparameters)
-        m_Cnn = self._covariance_derivative(fit)
+        # M, the derivative of the negative log likelihood with respect to K, (C, n, n). u maximises the likelihood, so
+        # its derivative vanishes: M = (P - (P e)(P e)') / 2 with e = u y - r, per task.
+        p_Cnn = fit.inverse_Cnn
+        pe_nT = matrix_product(p_Cnn, fit.residuals(self.data))
+        if len(p_Cnn) == 1:
+            m_Cnn = 0.5 * (pe_nT.shape[1] * p_Cnn - (pe_nT @ pe_nT.T)[None])
+        else:
+            m_Cnn = 0.5 * (p_Cnn - np.einsum("nt,mt->tnm", pe_nT, pe_nT))
         # The derivative with respect to a hyperparameter x is tr(M dK/dx), and d/d log x = x d/dx.
         derivatives = {name: hyperparameters[name] * (dk_Cnn * m_Cnn).sum() for name, dk_Cnn in components.items()}
         derivatives |= self._shape_derivatives(log_shape, of_shares, hyperparameters, m_Cnn)
@@ -220,17 +227,6 @@ class MarginalLikelihood:
         loss = float(0.5 * standardized @ standardized - self._likelihood_weight * fit.likelihood)
         likelihood_gradient = np.array([derivatives[name] for name in self.names])
         return loss, self._likelihood_weight * likelihood_gradient + standardized / self.prior[:, 1]
-
-    def _covariance_derivative(self, fit: ClosedFormFit) -> F64:
-        """Return M, the derivative of the negative log likelihood with respect to K, (C, n, n).
-
-        u maximises the likelihood, so its derivative vanishes: M = (P - (P e)(P e)') / 2 with e = u y - r, per task.
-        """
-        p_Cnn = fit.inverse_Cnn
-        pe_nT = matrix_product(p_Cnn, fit.residuals(self.data))
-        if len(p_Cnn) == 1:
-            return np.asarray(0.5 * (pe_nT.shape[1] * p_Cnn - (pe_nT @ pe_nT.T)[None]))
-        return np.asarray(0.5 * (p_Cnn - np.einsum("nt,mt->tnm", pe_nT, pe_nT)))
 
     def _shape_derivatives(
         self, log_shape: F64, of_shares: Mapping[str, F64], hyperparameters: Mapping[str, float], m_Cnn: F64

@@ -4,7 +4,6 @@
     mean_lds                 mean over units of Spearman's rho of the unit's predicted and realized utility
     positive                 fraction of units whose rho is above 0
     pairwise                 fraction of pairs of subsets that the predicted mean utility orders correctly
-    task_rho_standardised    as task_rho, with the z-score of each unit in the mean in place of its utility
 
 Labels such as eq:lds-spearman are those of the paper's equations, see docs/paper_map.md.
 Shape letters: B subsets, E units of one target, S retraining seeds, R bootstrap resamples, T targets.
@@ -39,7 +38,7 @@ from grasp.arrays import F64, Bool, Floats, ratio
 from grasp.text import number, unique_names
 
 # Lowest value of each metric; the highest is 1.
-METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0, "task_rho_standardised": -1.0}
+METRICS = {"task_rho": -1.0, "mean_lds": -1.0, "positive": 0.0, "pairwise": 0.0}
 CEILINGS = ("task_ceiling", "lds_ceiling")
 RESAMPLES = 1_000
 AVERAGE = "average"
@@ -81,7 +80,6 @@ class TargetMetrics:
         n_subsets: number of subsets.
         n_units: number of units of the target.
         estimates: estimate by name, for all METRICS and CEILINGS.
-        over_seeds: mean and standard deviation of each metric over single seeds.
         undefined_units: number of units without a rho, by reason.
         resamples: each metric of each resample, (R,); required to average targets.
     """
@@ -90,7 +88,6 @@ class TargetMetrics:
     n_subsets: int
     n_units: int
     estimates: Mapping[str, Estimate]
-    over_seeds: Mapping[str, tuple[float | None, float | None]]
     undefined_units: Mapping[str, int]
     resamples: Mapping[str, F64] = field(repr=False)
 
@@ -265,20 +262,6 @@ def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
     )
 
 
-# ---------------------------------------------------------------------------------------- aggregation
-
-
-def standardised_mean(values_BE: F64) -> F64:
-    """Return the mean over units of their z-scores over the subsets, (B,); constant units contribute nothing.
-
-    A diagnostic: the raw mean is dominated by units with a large variance, this one weights all units equally.
-    """
-    centred_BE = values_BE - values_BE.mean(axis=0)
-    z_BE = np.zeros_like(centred_BE)
-    np.divide(centred_BE, values_BE.std(axis=0), out=z_BE, where=_varies(values_BE))
-    return np.asarray(z_BE.mean(axis=1))
-
-
 def _varies(values_BE: F64) -> Bool:
     """Return whether each column has different values, (E,)."""
     return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
@@ -309,7 +292,7 @@ def target_metrics(
     Source: eq:lds-spearman and the paper's task-level rho, positive fraction and pairwise accuracy.
     """
     realized_BSE = np.asarray(realized_BSE, np.float64)
-    n_subsets, n_seeds, n_units = realized_BSE.shape
+    n_subsets, _, n_units = realized_BSE.shape
     only_task = predicted_BE is None
     predicted_BE = np.zeros((n_subsets, n_units)) if predicted_BE is None else np.asarray(predicted_BE, np.float64)
     assert predicted_BE.shape == (n_subsets, n_units)
@@ -318,14 +301,6 @@ def target_metrics(
     ones_1B = np.ones((1, n_subsets))  # weights that give the estimate itself
     values = _metrics(predicted_BE, task_B, realized_BE, ones_1B)
     resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
-
-    # each metric for single seeds, with the same subsets and predictions
-    over_seeds: dict[str, tuple[float | None, float | None]] = {}
-    by_seed = [_metrics(predicted_BE, task_B, realized_BSE[:, s], ones_1B) for s in range(n_seeds)]
-    for name in METRICS:
-        value_S = np.array([metrics_of_seed[name][0] for metrics_of_seed in by_seed])
-        sd = float(value_S.std(ddof=1)) if n_seeds > 1 else None
-        over_seeds[name] = (float(value_S.mean()), sd) if np.isfinite(value_S).all() else (None, None)
 
     # reasons of undefined values
     constant_prediction_E, constant_utility_E = ~_varies(predicted_BE), ~_varies(realized_BE)
@@ -352,7 +327,6 @@ def target_metrics(
         n_subsets=n_subsets,
         n_units=n_units,
         estimates=estimates | dict(ceilings or noise_ceilings(realized_BSE, weights_RB)),
-        over_seeds=over_seeds,
         undefined_units={reason: count for reason, count in undefined.items() if count},
         resamples=resamples,
     )
@@ -364,18 +338,15 @@ def _metrics(predicted_BE: F64, task_B: F64, realized_BE: F64, weights_RB: Float
         return {name: np.full(len(weights_RB), np.nan) for name in METRICS}
     rho_ER = rank_correlations([predicted_BE, realized_BE], [(0, 1)], weights_RB)[0]
     realized_B = realized_BE.mean(axis=1)
-    predicted_B2 = np.stack([task_B, standardised_mean(predicted_BE)], axis=1)
-    realized_B2 = np.stack([realized_B, standardised_mean(realized_BE)], axis=1)
-    task_rho_2R = rank_correlations([predicted_B2, realized_B2], [(0, 1)], weights_RB)[0]
+    task_rho_1R = rank_correlations([task_B[:, None], realized_B[:, None]], [(0, 1)], weights_RB)[0]
     pairs_R = pairwise_accuracy(task_B, realized_B, weights_RB)
     if task_B.max() == task_B.min():
         pairs_R = np.full_like(pairs_R, np.nan)  # a constant prediction orders no pair; 1/2 would look like a result
     return {
-        "task_rho": task_rho_2R[0],
+        "task_rho": task_rho_1R[0],
         "mean_lds": mean_defined(rho_ER, axis=0),
         "positive": mean_defined(np.where(np.isfinite(rho_ER), rho_ER > 0, np.nan), axis=0),
         "pairwise": pairs_R,
-        "task_rho_standardised": task_rho_2R[1],
     }
 
 
@@ -399,4 +370,4 @@ def average(by_target: Sequence[TargetMetrics]) -> TargetMetrics:
     # a target may have the same name
     label = unique_names([*(metrics.target for metrics in by_target), AVERAGE])[-1]
     n_units = sum(metrics.n_units for metrics in by_target)
-    return TargetMetrics(label, by_target[0].n_subsets, n_units, estimates, {}, {}, resamples)
+    return TargetMetrics(label, by_target[0].n_subsets, n_units, estimates, {}, resamples)

@@ -17,9 +17,8 @@ writes the tables. Shape letters: B subsets, S seeds, E units, T targets, R runs
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -82,6 +81,13 @@ def is_environment(path: Path) -> bool:
 class RetrainedRuns(TrainingRuns):
     """Runs of `grasp retrain` in a directory, finished or in progress."""
 
+    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
+        super().__init__(path, info)
+        seeds = f"{len(info.seeds)} seed" + ("s" if len(info.seeds) > 1 else "")
+        model = f"for a model retrained as in {self.name} (recipe {info.recipe}, mean of {seeds})"
+        self.measurement = "change in nats per token", model
+        self.label = None if info.family is None else parse_family(info.family.spec).label
+
     # ------------------------------------------------------------------------------------- open, create
 
     @classmethod
@@ -116,7 +122,14 @@ class RetrainedRuns(TrainingRuns):
         with atomic_path(path / SUBSETS) as temporary:  # replaces the file only if no check fails
             digest = SubsetDigest()
             write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
-            _check_names(digest.ids, path / SUBSETS)
+            unusable = {name for name, count in Counter(digest.ids).items() if count > 1 or name == WHOLE_CORPUS_RUN}
+            unusable |= {name for name in digest.ids if len(Run(0, name).stem) > STEM_BYTES}
+            if unusable or not digest.ids:
+                listed = [name[:MAX_ID_LENGTH] for name in sorted(unusable)[:MAX_EXAMPLES]]
+                raise RunsError(
+                    f"{path / SUBSETS}: subset ids {listed} of {len(digest.ids)} are repeated, reserved or take over "
+                    f"{STEM_BYTES} bytes in the name of a file; expected at least one subset, each with a unique name"
+                )
             update = {"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]}
             info = info.model_copy(update=update)
             if (path / INFO).exists():
@@ -173,20 +186,6 @@ class RetrainedRuns(TrainingRuns):
             f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
             f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
         )
-
-    @cached_property
-    def measurement(self) -> tuple[str, str]:
-        """Text that describes the measured utility, and text that describes the models."""
-        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
-        return (
-            "change in nats per token",
-            f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})",
-        )
-
-    @cached_property
-    def label(self) -> str | None:
-        """The label column that the subsets were drawn by, if any."""
-        return None if self.info.family is None else parse_family(self.info.family.spec).label
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -293,18 +292,14 @@ class RetrainedRuns(TrainingRuns):
                     write_atomically(self.path / name, content)
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
-        self._remove_leases()
-        for file in (*self.path.glob(".*"), *(self.path / RUNS_DIRECTORY).glob(".*")):
-            if is_part(file):  # the temporary file of a process that was killed
-                remove_if_stale(file, older_than=TTL_SECONDS)
-
-    def _remove_leases(self) -> None:
-        """Delete the files of leases, which are named after the run and a number; leave all other files."""
-        stems = {run.stem for run in self.runs()}
-        for file in (self.path / CLAIMS_DIRECTORY).glob("*.*"):
+        stems = {run.stem for run in all_runs}
+        for file in (self.path / CLAIMS_DIRECTORY).glob("*.*"):  # leases: the run and a number; leave all other files
             stem, _, generation = file.name.rpartition(".")
             if stem in stems and generation.isdigit():
                 file.unlink(missing_ok=True)
+        for file in (*self.path.glob(".*"), *(self.path / RUNS_DIRECTORY).glob(".*")):
+            if is_part(file):  # the temporary file of a process that was killed
+                remove_if_stale(file, older_than=TTL_SECONDS)
 
     # --------------------------------------------------------------------------------------- failed runs
 
@@ -409,16 +404,7 @@ class SubsetDigest:
 
 
 def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: SubsetDigest) -> None:
-    """Check that settings equal those of the runs in a directory, except for additional seeds and subsets.
-
-    Args:
-        path: directory of the runs.
-        recorded: settings of the runs in the directory.
-        info: settings of this call.
-        digest: checksums of the subsets of this call.
-    Raises:
-        RunsError: they differ; the message names every difference.
-    """
+    """Raise an error that names every difference to recorded runs, except for additional seeds and subsets."""
     may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
     before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
     problems = list(differences(before, now))
@@ -436,17 +422,4 @@ def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRun
         raise RunsError(
             f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
             "continue with the old settings, or use another directory"
-        )
-
-
-def _check_names(ids: Sequence[str], location: Path) -> None:
-    """Check that subset ids are unique and usable as file names."""
-    repeated = {subset_id for subset_id, count in Counter(ids).items() if count > 1}
-    too_long = {subset_id for subset_id in ids if len(Run(0, subset_id).stem) > STEM_BYTES}
-    wrong = sorted(repeated | too_long | ({WHOLE_CORPUS_RUN} & set(ids)))
-    if wrong or not ids:
-        listed = [subset_id[:MAX_ID_LENGTH] for subset_id in wrong[:MAX_EXAMPLES]]
-        raise RunsError(
-            f"{location}: subset ids {listed} of {len(ids)} are repeated, reserved or take over {STEM_BYTES} bytes in "
-            "the name of a file; expected at least one subset, each with a unique name"
         )

@@ -65,8 +65,16 @@ class Covariance:
 
     def variance(self, subsets: SubsetFeatures) -> F64:
         """Return the variance at each subset, (B, C): the diagonal of `between`."""
+        slope_TB = (subsets.relevance_BT**2).T
+        n_kernels = max(subsets.kernel_BTM.shape[2], 1)
+        components = {
+            "slope": slope_TB,
+            "kernels": np.einsum("btm,btm->tb", subsets.kernel_BTM, subsets.kernel_BTM) / n_kernels,
+            "tasks": slope_TB.mean(axis=0, keepdims=True),
+            "sketch": np.einsum("bd,bd->b", subsets.sketch_BD, subsets.sketch_BD)[None],
+        }
         of_shares = self.of_shares.variance(subsets.share_BG)
-        components = _linear_variances(subsets) | {name: variance_B[None] for name, variance_B in of_shares.items()}
+        components |= {name: variance_B[None] for name, variance_B in of_shares.items()}
         return np.asarray(weighted_sum(self.variances, components).T)
 
     def difference_variance(self, subsets: SubsetFeatures, corpus: SubsetFeatures) -> F64:
@@ -170,18 +178,6 @@ def linear_covariances(subsets: SubsetFeatures, others: SubsetFeatures) -> dict[
         "kernels": np.einsum("btm,ntm->tbn", subsets.kernel_BTM, others.kernel_BTM) / n_kernels,
         "tasks": slope_TBn.sum(axis=0, keepdims=True) / max(n_tasks, 1),
         "sketch": (subsets.sketch_BD @ others.sketch_BD.T)[None],
-    }
-
-
-def _linear_variances(subsets: SubsetFeatures) -> dict[str, F64]:
-    """Return the variance of the linear components, (1 or T, B): the diagonal of `linear_covariances`."""
-    slope_TB = (subsets.relevance_BT**2).T
-    n_kernels = max(subsets.kernel_BTM.shape[2], 1)
-    return {
-        "slope": slope_TB,
-        "kernels": np.einsum("btm,btm->tb", subsets.kernel_BTM, subsets.kernel_BTM) / n_kernels,
-        "tasks": slope_TB.mean(axis=0, keepdims=True),
-        "sketch": np.einsum("bd,bd->b", subsets.sketch_BD, subsets.sketch_BD)[None],
     }
 
 

@@ -97,11 +97,6 @@ class Standardization:
         """Divide vectors by the root mean square of their distance from the mean, which keeps angles."""
         return cls(values_nP.mean(axis=0), ratio(1.0, np.sqrt(values_nP.var(axis=0).sum()), minimum=TINY))
 
-    @property
-    def std(self) -> F64:
-        """Return the standard deviation, 0 if the feature is constant over the runs."""
-        return ratio(1.0, self.inverse_std, minimum=TINY)
-
     def apply(self, values: F64) -> F64:
         """Return the standardized values."""
         return (values - self.mean) * self.inverse_std
@@ -169,21 +164,4 @@ class FeatureScales:
             kernel_BTM=self.kernel.apply(features.kernel_BTM),
             sketch_BD=self.sketch.apply(features.sketch_BD),
             within_slice_BT=(self.compress(high_BT) - self.compress(low_BT)) / 2 * self.relevance.inverse_std,
-        )
-
-    def finite_difference_step(self, at: SubsetFeatures, fraction: float) -> SubsetFeatures:
-        """Return a finite-difference step for each feature of one subset, 0 if it is constant over the runs.
-
-        Args:
-            at: features of the subset.
-            fraction: step as a fraction of the standard deviation of a feature over the runs; for a share, as a
-                fraction of the share itself plus an even share, because the share may be 0.
-        """
-        relevance_1T = fraction * self.relevance.std[None]
-        return SubsetFeatures(
-            share_BG=fraction * (at.share_BG + 1 / max(at.share_BG.shape[1], 1)),
-            relevance_BT=relevance_1T,
-            kernel_BTM=fraction * self.kernel.std[None],
-            sketch_BD=np.full_like(at.sketch_BD, fraction * self.sketch.std),
-            within_slice_BT=relevance_1T,
         )

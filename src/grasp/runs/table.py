@@ -1,13 +1,13 @@
 """Imported runs: the training mixture and the results of each run. Created by `grasp.runs.import_runs`.
 
     runs.json         meaning of the weights, direction of each metric, and checksums of the other files
-    trained.parquet   run, name, weight: `name` is a label value, a row id, or an expression
-    results.parquet   run, seed, size, tokens, metric, unit_id, value: as measured; unit_id empty: the whole task
+    trained.parquet   run, name, weight: `name` is a label value or the id of a row or document
+    results.parquet   run, seed, size, metric, value: as measured
 
 Start with `RunTable.open` and `RunTable.utility_RST`. Here, a run is one training mixture, possibly trained with more
 than one seed. Imported runs do not depend on an artifact, its rows or its reference model; `imported_runs.bind_runs`
 matches them with one.
-Shape letters: R runs, S seeds, G label values, rows or expressions that have weights, T metrics.
+Shape letters: R runs, S seeds, G label values or rows that have weights, T metrics.
 """
 
 import itertools
@@ -46,7 +46,7 @@ MIN_MIXTURES = 2  # minimum number of different mixtures
 MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
 
-Kind = Literal["shares", "times", "rows", "expressions"]
+Kind = Literal["shares", "times", "rows"]
 Measure = Literal["tokens", "rows", "documents"]
 Direction = Literal["higher", "lower"]
 
@@ -56,9 +56,7 @@ RESULTS_SCHEMA = pa.schema(
         ("run", pa.string()),
         ("seed", pa.int64()),
         ("size", pa.string()),
-        ("tokens", pa.float64()),
         ("metric", pa.string()),
-        ("unit_id", pa.string()),
         ("value", pa.float64()),
     ]
 )
@@ -71,13 +69,10 @@ class RunsInfo(Settings):
     format_version: Literal[1] = 1
     checksum: str = Field(UNSIGNED, description="Checksum of this file, computed with zeros in its place.")
     files: dict[Literal["trained.parquet", "results.parquet"], FileEntry] = Field(default_factory=dict)
-    kind: Kind = Field(
-        description="What has weights: shares of label values, times each value is seen, rows, or expressions."
-    )
+    kind: Kind = Field(description="What has weights: shares of label values, times each value is seen, or rows.")
     label: str | None = Field(None, description="The label, for shares and times.")
     measure: Measure = Field("tokens", description="What shares are shares of: the training tokens, rows or documents.")
     metrics: dict[str, Direction] = Field(description="higher or lower is better, by metric.")
-    read_from: tuple[str, ...] = ()
 
 
 RECOVERY_HINT = "import the runs again"
@@ -139,8 +134,11 @@ class RunTable:
         weights_location, results_location = locations or (name, name)
         if problem := next(_problems(trained, results, info, weights_location, results_location), None):
             raise RunsError(problem)
-        if info.kind == "shares":
-            trained = _normalize_shares(trained)
+        if info.kind == "shares":  # divide shares that add up to 1 approximately by their sum
+            sum_of_run = _sum_of_weights(trained)
+            sum_of_line = np.array([sum_of_run[run] for run in trained["run"].to_pylist()])
+            sum_of_line[np.abs(sum_of_line - 1.0) <= ROUNDING] = 1.0
+            trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))
         runs = cls(name, info, trained, results, tuple(notes))
         # No model can be fitted to runs with the same mixture.
         is_mixture = info.kind in ("shares", "times") and len(runs) >= MIN_MIXTURES
@@ -180,7 +178,7 @@ class RunTable:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """Label values, rows or expressions that have weights."""
+        """Label values or rows that have weights."""
         return tuple(pc.unique(self.trained["name"]).to_pylist())
 
     @property
@@ -242,21 +240,16 @@ class RunTable:
     def utility_RST(self) -> F64:  # noqa: N802 - a shape suffix
         """Return utilities (R, S, T) by `runs` and `metrics`; higher is better, nan if a run has fewer seeds.
 
-        Metrics of units are averaged.
-
         Raises:
             RunsError: runs have several model sizes, or a run lacks a metric.
         """
         if len(self.sizes) > 1:
             raise RunsError(f"{self.name}: has runs of sizes {list(self.sizes)}; import one of them with --size")
-        # without threads, values are added up in the order of the table, so that means are reproducible
-        mean = self.results.group_by(["run", "seed", "metric"], use_threads=False).aggregate([("value", "mean")])
-        seeds = pc.unique(mean["seed"])
-        r = _positions(mean["run"], self.runs)
-        s = _positions(mean["seed"], seeds.to_pylist())
-        t = _positions(mean["metric"], self.metrics)
-        values_RST = np.full((len(self.runs), len(seeds), len(self.metrics)), np.nan)
-        values_RST[r, s, t] = mean["value_mean"].to_numpy()
+        seeds = pc.unique(self.results["seed"]).to_pylist()
+        axes = {"run": self.runs, "seed": seeds, "metric": self.metrics}
+        values_RST = np.full(tuple(map(len, axes.values())), np.nan)
+        index = tuple(_positions(self.results[column], names) for column, names in axes.items())
+        values_RST[index] = self.results["value"].to_numpy()
         missing = np.argwhere(np.isnan(values_RST).all(axis=1))
         if len(missing):
             run, metric = self.runs[missing[0, 0]], self.metrics[missing[0, 1]]
@@ -345,7 +338,7 @@ def _problems(
             f"{results_location}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(failed)} such); skip "
             "such runs with --skip-failed, or correct the value"
         )
-    repeated = _repeated(results, ["run", "seed", "size", "metric", "unit_id"])
+    repeated = _repeated(results, ["run", "seed", "size", "metric"])
     for line in repeated:
         yield (
             f"{results_location}: run {line['run']!r} has {line['metric']} {line['count_all']} times ({len(repeated)} "
@@ -371,14 +364,6 @@ def _sum_of_weights(trained: pa.Table) -> dict[str, float]:
     """Return the sum of the weights of each run."""
     total = trained.group_by("run", use_threads=False).aggregate([("weight", "sum")])
     return dict(zip(total["run"].to_pylist(), total["weight_sum"].to_pylist(), strict=True))
-
-
-def _normalize_shares(trained: pa.Table) -> pa.Table:
-    """Divide shares that add up to 1 approximately by their sum."""
-    sum_of_run = _sum_of_weights(trained)
-    sum_of_line = np.array([sum_of_run[run] for run in trained["run"].to_pylist()])
-    sum_of_line[np.abs(sum_of_line - 1.0) <= ROUNDING] = 1.0
-    return trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))
 
 
 def _repeated(table: pa.Table, keys: list[str]) -> list[dict[str, Any]]:

@@ -158,12 +158,16 @@ class TrainingRuns(ABC):
     """Base class of retrained and imported runs.
 
     Attributes:
+        measurement: text that describes the measured utility, and text that describes the models.
+        label: the label column that the subsets were drawn by, if any.
         unit: unit of the utilities, used as column name.
         metric_of_target: metric of each target, for imported runs.
         share_measure: what the shares of the label's values are shares of: rows, tokens or documents.
         notes: notes for reports.
     """
 
+    measurement: tuple[str, str]
+    label: str | None
     unit = "nats"
     metric_of_target: Mapping[str, str] = {}
     share_measure: str = "rows"
@@ -174,16 +178,6 @@ class TrainingRuns(ABC):
         self.info = info
 
     # --------------------------------------------------------------------------- abstract members
-
-    @property
-    @abstractmethod
-    def measurement(self) -> tuple[str, str]:
-        """Text that describes the measured utility, and text that describes the models."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str | None:
-        """The label column that the subsets were drawn by, if any."""
 
     @abstractmethod
     def pending(self) -> tuple[Run, ...]:

@@ -8,6 +8,7 @@ The files have checksums, which are verified on reading. Start with `encode_util
 Shape letters: R runs, E units of all targets.
 """
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow as pa
 from grasp.arrays import F64, I64
 from grasp.errors import RunsError
 from grasp.runs.training_runs import Run
-from grasp.store.checksummed_parquet import ChecksummedParquetWriter, read_checksummed
+from grasp.store.checksummed_parquet import checksummed_writer, read_checksummed
 
 COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
 
@@ -43,16 +44,16 @@ def encode_utilities(runs: Sequence[Run], units: Sequence[tuple[str, str]], util
             "utility": pa.array(utility_RE.ravel(), pa.float32()),
         }
     )
-    sink = pa.BufferOutputStream()
+    sink = io.BytesIO()
     # Names repeat, so they are dictionary-encoded. The bytes of similar numbers compress better if those of the same
     # significance are stored together.
     options: dict[str, Any] = {
         "use_dictionary": list(COLUMNS[:-1]),
         "column_encoding": {"utility": "BYTE_STREAM_SPLIT"},
     }
-    with ChecksummedParquetWriter(sink, table.schema, compression_level=19, **options) as writer:
+    with checksummed_writer(sink, table.schema, compression_level=19, **options) as writer:
         writer.write(table)
-    return bytes(sink.getvalue())
+    return sink.getvalue()
 
 
 def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, str]]) -> F64:

@@ -294,8 +294,6 @@ class DocumentSelection:
 def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bool = False) -> DocumentSelection:
     """Select the documents that have any, half or all of their tokens in selected rows, or the other documents.
 
-    A packed row contains parts of several documents and is assigned to the one with the most tokens in it.
-
     Args:
         rows: all rows of the artifact.
         selected_N: whether a row is selected.

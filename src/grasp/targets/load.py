@@ -2,8 +2,7 @@
 
 A target is a task on which the model is evaluated; a unit is one scored element of it, such as a question with its
 answer. A target is the name of a task that a reader knows, a file of records (`grasp.targets.unit_records` has the
-accepted forms), a directory of harness logs, an entry of a dataset configuration, or any table with the templates of a
-`DatasetTarget`.
+accepted forms), a directory of harness logs, or an entry of a dataset configuration.
 
 A user-defined metric is a target made of the units of other targets with signed weights. Its file has records of
 `unit_id` and `weight`. Start with `load_units`.
@@ -17,16 +16,16 @@ from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from grasp.corpus.conversations import Template, form_of
+from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
 from grasp.errors import CorpusError, TargetError
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
-from grasp.settings import CorpusSettings, DatasetTarget, TargetSettings
+from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
-from grasp.targets.units import LossOn, Unit, UnitSet
+from grasp.targets.units import Unit, UnitSet
 from grasp.text import parse_json
 
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
@@ -55,7 +54,6 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         units_of_name, weights_of_name = _load_name(name, settings, in_memory)
         unit_lists += units_of_name
         weight_files += weights_of_name
-    unit_lists += [read_dataset_target(target, settings.loss_on) for target in settings.datasets]
     # All units by target, in the order of the files: the population that each draw is from.
     population: dict[str, list[Unit]] = {}
     for units in unit_lists:
@@ -258,11 +256,7 @@ def read_records(
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
-    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit.
-
-    Args:
-        entry: the fields of `CorpusSettings` that the entry sets.
-    """
+    """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit."""
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for location, record in read_records(settings.path, settings.split, field="targets.names"):
@@ -283,11 +277,7 @@ def unread_files_notes(settings: TargetSettings) -> list[str]:
 
 
 def _find_logs(directory: str) -> list[str]:
-    """Return the log files of a harness below a local directory, one per task; empty if there are none.
-
-    Raises:
-        TargetError: there are two log files of a task.
-    """
+    """Return the log files of a harness below a local directory, one per task; empty if there are none."""
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
         if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):
@@ -311,39 +301,3 @@ def _read_json_list(file: str) -> Records | None:
     if not records or not all(isinstance(record, Mapping) for record in records):
         return None
     return [(f"{file}: record {k}", record) for k, record in enumerate(records)]
-
-
-def read_dataset_target(target: DatasetTarget, loss_on: LossOn) -> list[Unit]:
-    """Convert every record of a source to a unit by the templates of its settings.
-
-    The unit_id is ``<name>:<value of the id column>``, or ``<name>:<position>`` without an id column.
-
-    Raises:
-        MissingExtraError: `datasets` is required and not installed.
-        TargetError: there is nothing to read, a split or column does not exist (the message lists existing ones), or a
-            completion is empty.
-    """
-    location = f"targets.datasets.{target.name}"
-    try:
-        templates = Template(target.prompt, f"{location}.prompt"), Template(target.completion, f"{location}.completion")
-    except CorpusError as err:
-        raise TargetError(str(err)) from err
-    used_columns = templates[0].columns | templates[1].columns
-    if target.unit_id is not None:
-        used_columns |= {target.unit_id}
-    units = []
-    for k, (_, record) in enumerate(read_records(target.path, target.split, location)):
-        missing = sorted(used_columns - record.keys())
-        if missing:
-            raise TargetError(f"{location}: no column {', '.join(missing)}; {target.path} has {', '.join(record)}")
-        try:
-            prompt, completion = (template.fill(record, f"{target.path}, row {k}") for template in templates)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
-        if not completion.strip():
-            raise TargetError(f"{location}: row {k}: completion: got {completion!r}, expected text to score")
-        unit_id = f"{target.name}:{k if target.unit_id is None else record[target.unit_id]}"
-        units.append(Unit(unit_id, target.name, prompt, completion, loss_on))
-    if not units:
-        raise TargetError(f"{location}: {target.path} has no rows, expected at least one")
-    return units

@@ -136,18 +136,24 @@ def with_metric(unit: Unit, metric: str) -> Unit:
     Raises:
         TargetError: the unit has no choices, one without text, or loss on more than the completion.
     """
-    location = f"unit {unit.unit_id!r} of {unit.target}"
+    named = replace(unit, unit_id=f"{unit.unit_id}@{metric}", target=f"{unit.target}@{metric}", metric=metric)
     if unit.others:  # a preference pair
-        return replace(unit, unit_id=f"{unit.unit_id}@{metric}", target=f"{unit.target}@{metric}", metric=metric)
-    fault, scored = "", unit
+        return named
+    fault, others = "", []
     if unit.gold is None or len(unit.choices) < 2:
         fault = " needs the wrong answers too; expected `choices` and `answer`"
     elif unit.loss_on != "completion":
         fault = f" is defined for loss on the completion; got loss_on {unit.loss_on}"
     else:
-        scored = unit.scored_by(metric)
-        if not all(answer.completion.strip() for answer in scored.others):
+        are_completions = unit.choices[unit.gold] == unit.completion  # else they are prompts
+        answer = replace(unit, choices=(), gold=None)
+        others = [
+            replace(answer, completion=text) if are_completions else replace(answer, prompt=text)
+            for k, text in enumerate(unit.choices)
+            if k != unit.gold
+        ]
+        if not all(other.completion.strip() for other in others):
             fault = ": got a choice without text; remove the choice, or the record"
     if fault:
-        raise TargetError(f"{location}: @{metric}{fault}")
-    return scored
+        raise TargetError(f"unit {unit.unit_id!r} of {unit.target}: @{metric}{fault}")
+    return replace(named, others=tuple(others))

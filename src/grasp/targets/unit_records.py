@@ -26,7 +26,6 @@ from grasp.corpus.conversations import (
     answer_parts,
     conversation_in,
     holds_turns,
-    is_preference_pair,
     read_preference_pair,
 )
 from grasp.errors import CorpusError, TargetError
@@ -66,16 +65,13 @@ class UnitFields(BaseModel):
             position: position among the records of the target, for the default unit_id.
             loss_on: default of `loss_on`.
         """
+        text_fields = self.model_dump(exclude={"task", "unit_id", "loss_on", "choices"})
         return Unit(
             unit_id=f"{target}:{position}" if self.unit_id is None else str(self.unit_id),
             target=target,
-            prompt=self.prompt,
-            completion=self.completion,
             loss_on=self.loss_on or loss_on,
             choices=tuple(self.choices),
-            gold=self.gold,
-            changed_choices=self.changed_choices,
-            support=self.support,
+            **text_fields,
         )
 
 
@@ -111,29 +107,31 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
     units = []
     n_records: dict[str, int] = {}  # by target
     for location, values, form in parsed:
-        pair, conversation = None, None
-        if form == "pair":
-            fields, pair = _parse_pair(values, location)
-        else:
-            more = next(fields_of_choices) if form == "choices" else {}
-            fields, conversation = _parse_fields(values | more, form, location)
+        more = next(fields_of_choices) if form == "choices" else {}
+        fields, content = _parse_fields(values | more, form, location)
         target = fields.task or task
         position = n_records.get(target, 0)
         n_records[target] = position + 1
         unit = fields.to_unit(target, position, loss_on)
-        if pair is not None:
-            units.append(_preference_unit(unit, pair, location))
-        elif conversation is not None:
-            units += _conversation_units(unit, conversation)
-        else:
+        if content is None:
             units.append(unit)
+        elif content.conversation is not None and content.rejected is None:
+            units += _conversation_units(unit, content.conversation)
+        elif unit.loss_on == "all":
+            raise TargetError(f"{location}: a preference pair is a margin of completions; got loss_on all")
+        else:
+            chosen, rejected = (
+                _answer_unit(unit, side, f"{location}: {name}")
+                for name, side in zip(PAIR, (content, content.rejected), strict=True)
+            )
+            units.append(replace(chosen, others=(rejected,), metric=MARGIN))
     return units
 
 
 def form_of(values: Mapping[str, Any]) -> str:
     """Return the form of a record by its fields that are not null: the first one that fits; empty if none does."""
     names = values.keys()
-    if is_preference_pair(values):
+    if "completion" not in names and not names.isdisjoint(PAIR):
         return "pair"
     if choices_field(values) is not None:
         return "choices"
@@ -164,31 +162,9 @@ def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
     ]
 
 
-def _parse_pair(values: Mapping[str, Any], location: str) -> tuple[UnitFields, Content]:
-    """Parse a preference pair, with fields whose prompt and completion are placeholders."""
-    named = {name: values[name] for name in ("task", "unit_id") if name in values}
-    try:
-        content = read_preference_pair(values, location)
-        return UnitFields.model_validate({"prompt": "", "completion": "-", **named}), content
-    except CorpusError as err:
-        raise TargetError(str(err)) from err
-    except ValidationError as err:
-        raise TargetError(describe(err, location)) from err
-
-
-def _preference_unit(unit: Unit, content: Content, location: str) -> Unit:
-    """Return a preference pair as the margin of its chosen answer over the rejected one."""
-    if unit.loss_on == "all":
-        raise TargetError(f"{location}: a preference pair is a margin of completions; got loss_on all")
-    assert content.rejected is not None
-    chosen_field, rejected_field = PAIR
-    chosen = _answer_unit(unit, content, f"{location}: {chosen_field}")
-    rejected = _answer_unit(unit, content.rejected, f"{location}: {rejected_field}")
-    return replace(chosen, others=(rejected,), metric=MARGIN)
-
-
-def _answer_unit(unit: Unit, content: Content, location: str) -> Unit:
+def _answer_unit(unit: Unit, content: Content | None, location: str) -> Unit:
     """Return a unit with the prompt and answer of one side of a preference pair."""
+    assert content is not None
     if content.conversation is not None:
         prompt, answer = content.conversation.content, str(content.conversation.turns[-1]["content"])
     else:
@@ -201,28 +177,32 @@ def _answer_unit(unit: Unit, content: Content, location: str) -> Unit:
     return replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=content.conversation)
 
 
-def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[UnitFields, Conversation | None]:
-    """Parse a record that is not a preference pair, and its conversation if it has one.
-
-    Args:
-        values: fields of the record that are not null.
-        form: see `form_of`.
-        location: location of the record, for messages.
-    """
+def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[UnitFields, Content | None]:
+    """Parse a record, and its content if that is a conversation or a preference pair."""
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
         prompt, answer = question_prompt(values, location), _parse_answer(values["answer"], location)
         values |= {"prompt": prompt, "completion": f"{space}{answer}"}
-    conversation = None
-    if form == "turns" or not values.keys().isdisjoint(EXTRA_COLUMNS):
-        conversation = _conversation_of(values, location)
-    if conversation is not None and form == "choices":
-        raise TargetError(
-            f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, or "
-            "remove it"
-        )
-    if conversation is not None:  # turns after the last answer are ignored
-        last_answer = conversation.turns[conversation.answers[-1]]
+    content = conversation = None
+    try:
+        if form == "pair":
+            content = read_preference_pair(values, location)
+            named: dict[str, Any] = {name: values[name] for name in ("task", "unit_id") if name in values}
+            values = {"prompt": "", "completion": "-", **named}  # its sides have other ones
+        elif form == "turns" or not values.keys().isdisjoint(EXTRA_COLUMNS):
+            conversation = conversation_in(values, location)
+    except CorpusError as err:
+        raise TargetError(str(err)) from err
+    if conversation is not None:
+        if conversation.fault is not None:
+            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
+        if form == "choices":
+            raise TargetError(
+                f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, "
+                "or remove it"
+            )
+        content = Content(conversation=conversation)
+        last_answer = conversation.turns[conversation.answers[-1]]  # turns after it are ignored
         # the text of an answer, or its reasoning or tool calls if it has no text
         parts = [last_answer["content"], *answer_parts(last_answer).values()]
         completion = next(text for part in parts if (text := str(part or "")).strip())
@@ -237,18 +217,7 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
         raise TargetError(
             f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
         )
-    return fields, conversation
-
-
-def _conversation_of(values: Mapping[str, Any], location: str) -> Conversation | None:
-    """Return the conversation of a record, or None; one that cannot be scored is refused."""
-    try:
-        conversation = conversation_in(values, location)
-    except CorpusError as err:
-        raise TargetError(str(err)) from err
-    if conversation is not None and conversation.fault is not None:
-        raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
-    return conversation
+    return fields, content
 
 
 def _parse_answer(answer: Any, location: str) -> str:

@@ -69,33 +69,6 @@ class Unit:
     metric: str = LOSS
     weight: float = 1.0
 
-    def scored_by(self, metric: str) -> "Unit":
-        """Return the unit with the other choices as wrong answers, and the metric as a suffix of its id and target."""
-        assert self.gold is not None
-        are_completions = self.choices[self.gold] == self.completion  # else they are prompts
-        base = replace(self, choices=(), gold=None)
-        others = tuple(
-            replace(base, completion=text) if are_completions else replace(base, prompt=text)
-            for k, text in enumerate(self.choices)
-            if k != self.gold
-        )
-        return replace(
-            self, unit_id=f"{self.unit_id}@{metric}", target=f"{self.target}@{metric}", others=others, metric=metric
-        )
-
-    def scale_of(self, answer: "Unit", n_tokens: int) -> float:
-        """Return the factor from the mean loss of an answer to its negative log-probability, as the metric counts it.
-
-        Characters are those of the answer without surrounding white space, as lm-evaluation-harness counts them.
-
-        Args:
-            answer: this unit, or one of `others`.
-            n_tokens: number of tokens of the answer.
-        """
-        if self.metric == LOSS or self.metric.endswith(PER_TOKEN):
-            return 1.0
-        return n_tokens / len(answer.completion.strip()) if self.metric.endswith(PER_CHAR) else float(n_tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class UnitTokens:
@@ -209,7 +182,12 @@ class UnitSet:
                 _truncate(answer, tokens, tokenizer, max_length, context, max(0, n_longest - n))
                 for (answer, tokens), n in zip(sides, n_scored, strict=True)
             )
-            unit_tokens.append(_with_others(unit, right, wrong))
+            right, *wrong = (
+                replace(side, scale=_scale(unit.metric, answer, len(side.input_ids) - side.first))
+                for side, (answer, _) in zip((right, *wrong), sides, strict=True)
+            )
+            is_accuracy = unit.metric.startswith("accuracy")
+            unit_tokens.append(replace(right, others=tuple(wrong), weight=unit.weight, is_accuracy=is_accuracy))
         return unit_tokens
 
 
@@ -237,14 +215,14 @@ def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
     return replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:], others=others)
 
 
-def _with_others(unit: Unit, tokens: UnitTokens, others: list[UnitTokens]) -> UnitTokens:
-    """Return the tokens of a unit with those of its wrong answers."""
-    scaled = [
-        replace(encoded, scale=unit.scale_of(answer, len(encoded.input_ids) - encoded.first))
-        for answer, encoded in zip((unit, *unit.others), (tokens, *others), strict=True)
-    ]
-    is_accuracy = unit.metric.startswith("accuracy")
-    return replace(scaled[0], others=tuple(scaled[1:]), weight=unit.weight, is_accuracy=is_accuracy)
+def _scale(metric: str, answer: Unit, n_tokens: int) -> float:
+    """Return the factor from the mean loss of an answer to its negative log-probability, as the metric counts it.
+
+    Characters are those of the answer without surrounding white space, as lm-evaluation-harness counts them.
+    """
+    if metric == LOSS or metric.endswith(PER_TOKEN):
+        return 1.0
+    return n_tokens / len(answer.completion.strip()) if metric.endswith(PER_CHAR) else float(n_tokens)
 
 
 def _truncate(
@@ -253,14 +231,7 @@ def _truncate(
     """Return the tokens of a unit up to the last one that carries loss, with as much of the prompt as fits.
 
     The prompt loses its beginning, but not the special tokens that the tokenizer puts before texts (`prefix_ids`).
-
-    Args:
-        unit: a unit, or a wrong answer of one.
-        tokens: its tokens, without truncation.
-        tokenizer: tokenizer of the model.
-        max_length: maximum number of tokens.
-        context: context length of the model; None: no limit.
-        n_reserved: number of tokens for which room is left, since another answer is longer.
+    Room is left for `n_reserved` tokens, since another answer is longer.
     """
     location, remedy = f"unit {unit.unit_id!r} of {unit.target}", "increase targets.max_length"
     if context is not None and context <= max_length:

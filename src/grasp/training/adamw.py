@@ -1,8 +1,9 @@
-"""Training with AdamW, split into the gradient of a batch, clipping and the update.
+"""Training of a causal LM of Transformers with AdamW: the gradient of a batch, clipping, and the update.
 
-Start with `AdamWTraining`; its subclasses are `fine_tuning.FineTuning` (Transformers models) and `train.Trainer`. To
-train, call `backward` and `update` alternately. To replay a training run, also set the weights and moments, and
-compute losses and gradients at other weights.
+Start with `AdamWTraining`. It trains all parameters, or those that require a gradient, e.g. an adapter. To train, call
+`backward` and `update` alternately. To replay a training run, also set the weights and moments, and compute losses and
+gradients at other weights; then a step must be a deterministic and smooth function of the weights, because replays
+differentiate it by finite differences.
 
 The loss of a batch is ``sum_i sum_t weight_it loss_it`` over rows i and positions t. The default weight of a token is 1
 over the number of labels in the whole batch, also if the batch is processed in micro-batches.
@@ -10,18 +11,27 @@ over the number of labels in the whole batch, also if the batch is processed in 
 Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
 
 from grasp.arrays import F64, I64
+from grasp.errors import ModelError
+from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes
 from grasp.training.recipe import OptimizerRecipe
 
 STATE = ("weight", "exp_avg", "exp_avg_sq")  # state of each parameter, with the names of torch.optim.AdamW
+CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: gradients are scaled by min(1, clip_norm / (norm + epsilon))
+# As in `Trainer.get_decay_parameter_names` of Transformers; 1-D state-space parameters, for example, are decayed.
+UNDECAYED_LAYERS = [nn.LayerNorm]
+UNDECAYED_NAMES = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+EXACT_DTYPES = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +50,43 @@ class LabelLogits:
         return torch.zeros(self.n_rows, dtype=torch.float64, device=loss_P.device).index_add(0, self.row_P, loss_P)
 
 
-class AdamWTraining(ABC):
-    """Weights, optimizer and step counter of a training run.
+class AdamWTraining:
+    """Weights, optimizer and step counter of a training run of a causal LM, in place.
+
+    Biases and norms have no weight decay. The model is in eval mode, which disables dropout; layers with gradient
+    checkpointing still recompute activations.
 
     Attributes:
         recipe: budget and settings of the optimizer.
+        names: names of the parameters.
         parameters: leaf tensors that the optimizer updates, each with a gradient buffer.
-        clip_epsilon: constant in gradient clipping: ``c = min(1, clip_norm / (norm + clip_epsilon))``.
+        notes: what was disabled or left out.
     """
 
-    recipe: OptimizerRecipe
-    clip_epsilon = 1e-6  # of torch.nn.utils.clip_grad_norm_
+    def __init__(self, model: PreTrainedModel, recipe: OptimizerRecipe, *, bfloat16: bool = False) -> None:
+        """Prepare a model.
 
-    def __init__(self, recipe: OptimizerRecipe, decayed: Sequence[Tensor], undecayed: Sequence[Tensor]) -> None:
-        self.recipe = recipe
-        self.parameters = (*decayed, *undecayed)
+        Args:
+            model: causal LM; its parameters with `requires_grad` are trained, in place.
+            recipe: budget and settings of the optimizer.
+            bfloat16: products in bfloat16, while weights and losses stay as they are; not smooth enough for a replay.
+        Raises:
+            ModelError: the model is compiled, has batch norm or weights in half precision, or has no trainable
+                parameter.
+        """
+        self.model, self.recipe, self.bfloat16 = model, recipe, bfloat16
+        self.notes = check_differentiable(model)
+        self._ropes = dynamic_ropes(model)
+        decayed_names = set(get_parameter_names(model, UNDECAYED_LAYERS, UNDECAYED_NAMES))
+        named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+        decayed = [(name, value) for name, value in named if name in decayed_names]
+        undecayed = [(name, value) for name, value in named if name not in decayed_names]
+        self.names = tuple(name for name, _ in decayed + undecayed)
+        self.parameters = tuple(value for _, value in decayed + undecayed)
         self.weight_decays = (recipe.weight_decay,) * len(decayed) + (0.0,) * len(undecayed)
         groups = [(decayed, recipe.weight_decay), (undecayed, 0.0)]
         self.optimizer = torch.optim.AdamW(
-            [{"params": list(params), "weight_decay": decay} for params, decay in groups if params],
+            [{"params": [value for _, value in group], "weight_decay": decay} for group, decay in groups if group],
             lr=recipe.learning_rate,
             betas=recipe.betas,
             eps=recipe.epsilon,
@@ -82,19 +110,19 @@ class AdamWTraining(ABC):
     @property
     def device(self) -> torch.device:
         """Return the device of the parameters."""
-        return self.parameters[0].device
+        device: torch.device = self.parameters[0].device
+        return device
 
     @property
-    @abstractmethod
     def context(self) -> int:
         """Return the maximum number of tokens of a row."""
+        return context_of(self.model.config) or 1 << 30  # no limit, e.g. a recurrent model
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int:
         """Return the size of the vocabulary of the model."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    @abstractmethod
     def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
         """Run the model on a micro-batch.
 
@@ -102,6 +130,16 @@ class AdamWTraining(ABC):
             ids_BL: token ids, padded on the right.
             weight_BL: weight of the loss of the token that follows each position; 0: not a label.
         """
+        reset_ropes(self._ropes)
+        ids = torch.from_numpy(ids_BL).to(self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            logits_BLV = self.model(input_ids=ids, use_cache=False).logits
+        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
+        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
+        logits_PV = logits_BLV[row_P, position_P]
+        if self.bfloat16:
+            logits_PV = logits_PV.float()
+        return LabelLogits(logits_PV, ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 
@@ -132,7 +170,7 @@ class AdamWTraining(ABC):
 
     def gradients(self) -> list[Tensor]:
         """Return the gradient buffers, one per parameter."""
-        return [grad_of(parameter) for parameter in self.parameters]
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def zero_gradients(self) -> None:
         """Set the gradient buffers to 0."""
@@ -141,14 +179,15 @@ class AdamWTraining(ABC):
 
     # ------------------------------------------------------------------------------------------------------- the update
 
-    def clip(self) -> None:
-        """Scale the gradient to a norm of at most `clip_norm`."""
-        if self.recipe.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
+    def check_loss(self, loss: float) -> None:
+        """Raise an error if the loss of the current step is not finite."""
+        if not np.isfinite(loss):
+            raise ModelError(f"training: step {self.step} had loss {loss}; lower the learning rate")
 
     def update(self) -> None:
         """Clip the gradient, take one step of AdamW, and set the gradient buffers to 0."""
-        self.clip()
+        if self.recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate_at(self.step)
         self.optimizer.step()
@@ -186,7 +225,43 @@ class AdamWTraining(ABC):
             parameter.copy_(weight)
 
 
-def grad_of(tensor: Tensor) -> Tensor:
-    """Return the gradient buffer of a leaf that has one."""
-    assert tensor.grad is not None
-    return tensor.grad
+def check_differentiable(model: nn.Module) -> list[str]:
+    """Set a model up so that a training step is a deterministic, smooth function of the weights.
+
+    Returns:
+        Notes on what was disabled or left out.
+
+    Raises:
+        ModelError: the model has a property that prevents this and cannot be disabled.
+    """
+    name = type(model).__name__
+    modules = list(model.modules())
+    norms = {type(module).__name__ for module in modules if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    inexact = {str(tensor.dtype).split(".")[1] for tensor in model.parameters() if tensor.dtype not in EXACT_DTYPES}
+    problems = {
+        "is compiled, and would be compiled again for every shape; pass the model before torch.compile": (
+            hasattr(model, "_orig_mod") or any(getattr(module, "_compiled_call_impl", None) for module in modules)
+        ),
+        f"has {', '.join(norms)}, which makes rows of a batch depend on each other; expected no batch norm": norms,
+        "no parameter requires a gradient; call requires_grad_() on those to train": (
+            not any(parameter.requires_grad for parameter in model.parameters())
+        ),
+        f"has weights in {', '.join(sorted(inexact))}, whose rounding error exceeds the finite differences; set dtype "
+        "to float32": inexact,
+    }
+    if problem := next((problem for problem, is_present in problems.items() if is_present), ""):
+        raise ModelError(f"{name}: {problem}")
+    active_dropouts = [
+        module for module in modules if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    ]
+    rates = [value for module in modules for key, value in vars(module).items() if "dropout" in key]
+    model.eval()
+    for module in modules:
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True  # not recursively: checkpointing is only active in training mode
+    notes = []
+    if active_dropouts or any(isinstance(rate, float) and rate > 0 for rate in rates):
+        notes.append("dropout is disabled, because a replayed step would draw another random mask")
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        notes.append("the auxiliary loss that balances the routers is left out: it is not a sum over rows")
+    return notes

@@ -5,7 +5,7 @@ last step to the first. Start with `through_update`.
 
 A step maps weights and moments (theta, m, v) to (theta', m', v') with the gradient g of its batch:
 
-    c   = min(1, clip / (|g| + e))                      e: `clip_epsilon`
+    c   = min(1, clip / (|g| + e))                      e: `CLIP_EPSILON`
     m'  = b1 m + (1 - b1) c g
     v'  = b2 v + (1 - b2) (c g)^2
     D   = 1 / (r + eps),  r = sqrt(v' / c2 + root)      c1 = 1 - b1^t, c2 = 1 - b2^t, t from 1
@@ -35,29 +35,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grasp.training.adamw import CLIP_EPSILON
 from grasp.training.recipe import OptimizerRecipe
 
 BLOCK_COORDINATES = 1 << 20  # coordinates converted to float64 at once
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateConstants:
-    """Constants of one update.
-
-    Attributes:
-        step: number of the step, from 0.
-        root: constant inside the square root, in units of a squared gradient.
-    """
-
-    step: int
-    recipe: OptimizerRecipe
-    clip_epsilon: float
-    root: float = 0.0
-
-    @property
-    def learning_rate(self) -> float:
-        """Return the learning rate of this step."""
-        return self.recipe.learning_rate_at(self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +70,14 @@ def norm_of(tensors: Sequence[Tensor]) -> float:
 
 def through_update(
     adjoint: Adjoint,
-    constants: UpdateConstants,
     gradient: Sequence[Tensor],
     first_after: Sequence[Tensor],
     second_after: Sequence[Tensor],
-) -> tuple[list[Tensor], int]:
+    *,
+    recipe: OptimizerRecipe,
+    step: int,
+    root: float = 0.0,
+) -> list[Tensor]:
     """Backpropagate through an update to the gradient of its batch.
 
     The adjoint of the moments becomes the one before the step. The adjoint of the weights is not changed, because its
@@ -101,31 +85,32 @@ def through_update(
 
     Args:
         adjoint: derivatives with respect to the state after the step.
-        constants: constants of the update.
         gradient: gradient of the batch before clipping.
         first_after: first moments m' after the step.
         second_after: second moments v' after the step.
+        recipe: the optimizer.
+        step: number of the step, from 0.
+        root: constant inside the square root, in units of a squared gradient.
 
     Returns:
-        u, the derivative of the utility with respect to the gradient, and the number of coordinates held fixed.
+        u, the derivative of the utility with respect to the gradient.
     """
-    recipe, rate, steps = constants.recipe, constants.learning_rate, constants.step + 1
+    rate, steps = recipe.learning_rate_at(step), step + 1
     b1, b2 = recipe.betas
     c1, c2 = 1.0 - b1**steps, 1.0 - b2**steps
     norm = norm_of(gradient)
     limit = math.inf if recipe.clip_norm is None else recipe.clip_norm
-    clip = min(1.0, limit / (norm + constants.clip_epsilon)) if norm else 1.0
-    directions, n_fixed, gradient_dot_u = [], 0, 0.0
+    clip = min(1.0, limit / (norm + CLIP_EPSILON)) if norm else 1.0
+    directions, gradient_dot_u = [], 0.0
     tensors = zip(adjoint.weights, adjoint.first, adjoint.second, gradient, first_after, second_after, strict=True)
     for a_X, am_X, av_X, g_X, m_X, v_X in tensors:
         u_X = torch.empty_like(g_X, memory_format=torch.contiguous_format)
         for a, am, av, g, m, v, u in _blocks(a_X, am_X, av_X, g_X, m_X, v_X, u_X):
             g64, a64 = g.double(), a.double()
             # D of the module docstring is `scale`, S is `slope`
-            r = (v.double() / c2).add_(constants.root).sqrt_()
+            r = (v.double() / c2).add_(root).sqrt_()
             scale = 1.0 / (r + recipe.epsilon)
             is_fixed = r == 0
-            n_fixed += int(is_fixed.sum())
             scale.masked_fill_(is_fixed, 0.0)
             slope = (m.double() / c1) * scale.square() / (2.0 * r)
             slope.masked_fill_(is_fixed, 0.0)
@@ -138,10 +123,10 @@ def through_update(
             av.copy_(b2 * av64)
         directions.append(u_X)
     if clip < 1.0:
-        factor = limit / (norm + constants.clip_epsilon) ** 2 / norm * gradient_dot_u
+        factor = limit / (norm + CLIP_EPSILON) ** 2 / norm * gradient_dot_u
         for u, g in zip(directions, gradient, strict=True):
             u.mul_(clip).sub_(g, alpha=factor)
-    return directions, n_fixed
+    return directions
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -150,15 +135,15 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def add_curvature(
-    adjoint: Adjoint, constants: UpdateConstants, weight_decays: Sequence[float], product: Sequence[Tensor]
+    adjoint: Adjoint, learning_rate: float, weight_decays: Sequence[float], product: Sequence[Tensor]
 ) -> None:
     """Update the adjoint of the weights to the one before the step: ``a = (1 - lr decay) a + H u``.
 
     Args:
         adjoint: adjoint after `through_update`.
-        constants: constants of the update.
+        learning_rate: learning rate of the step.
         weight_decays: weight decay of each parameter.
         product: H u, one tensor per parameter.
     """
     for a, decay, hu in zip(adjoint.weights, weight_decays, product, strict=True):
-        a.mul_(1.0 - constants.learning_rate * decay).add_(hu)
+        a.mul_(1.0 - learning_rate * decay).add_(hu)

@@ -124,11 +124,7 @@ class FineTuningRecipe(Settings):
         return math.ceil(self.num_train_epochs * math.ceil(self._epoch_rows(n_rows) / self.batch_rows))
 
     def _epoch_rows(self, n_rows: int) -> int:
-        """Return the number of rows of an epoch, of `n_rows` rows.
-
-        Raises:
-            SettingsError: no row is left, because incomplete forward passes are left out.
-        """
+        """Return the number of rows of an epoch, without those of incomplete forward passes that are left out."""
         left_out = n_rows % self.per_device_train_batch_size if self.dataloader_drop_last else 0
         if left_out == n_rows:
             raise SettingsError(
@@ -227,12 +223,10 @@ def proxy_training(recipe: FineTuningRecipe, n_rows: int, vocab_size: int, conte
     """Return the training of a model from scratch by a recipe, of the size of `tiny`, in float32.
 
     Raises:
-        SettingsError: the recipe has an adapter, or does not clip gradients.
+        SettingsError: the recipe has an adapter.
     """
     if recipe.lora_r is not None:
         raise SettingsError(f"recipe: lora_r: got {recipe.lora_r}, but a new model has no adapter; remove it")
-    if not recipe.max_grad_norm:
-        raise SettingsError("recipe: max_grad_norm: got no limit, expected a number above 0 for a new model")
     shape = RECIPES["tiny"].shape.model_copy(update={"vocab_size": vocab_size, "context": context})
     settings = {"name": "proxy", "shape": shape, "cuda_autocast": False}
     return TrainingRecipe(**recipe.optimizer(n_rows).model_dump(), **settings)

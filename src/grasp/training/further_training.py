@@ -20,10 +20,8 @@ from transformers import PreTrainedModel
 
 from grasp.arrays import F64, I64, Bool
 from grasp.corpus.row_store import RowStore, TokenRows
-from grasp.errors import ModelError
 from grasp.models.causal_lm import pad_rows
 from grasp.training.adamw import AdamWTraining
-from grasp.training.fine_tuning import FineTuning
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.row_derivatives import label_positions
 from grasp.training.row_order import relative_weights, row_order
@@ -44,7 +42,7 @@ class FurtherTraining:
 
     def __init__(self, model: PreTrainedModel, recipe: FineTuningRecipe, rows: RowStore) -> None:
         self._model, self._recipe, self._rows = model, recipe, rows
-        training = FineTuning(model, recipe.optimizer(rows.n_rows))
+        training = AdamWTraining(model, recipe.optimizer(rows.n_rows))
         self._start = [parameter.detach().clone() for parameter in training.parameters]
         self._reference_N: F64 | None = None
         if rows.shard(0).split_N is not None:
@@ -71,13 +69,12 @@ class FurtherTraining:
         """
         frequency_N = relative_weights(self._rows.n_rows, 1, retained)
         n_retained = int(np.count_nonzero(frequency_N))
-        training = FineTuning(self._model, self._recipe.optimizer(n_retained))
+        training = AdamWTraining(self._model, self._recipe.optimizer(n_retained))
         training.set_weights(self._start)
         training.zero_gradients()
         for step, index_B in enumerate(self._recipe.batches(row_order(frequency_N, seed=seed), n_retained)):
             loss = self._backward(training, index_B)
-            if not np.isfinite(loss):
-                raise ModelError(f"training: the loss is {loss} at step {step}; lower learning_rate")
+            training.check_loss(loss)
             training.update()
             if progress is not None:
                 progress(step + 1)

@@ -14,7 +14,6 @@ Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.training.adamw import AdamWTraining, LabelLogits
+from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import norm_of
 
 Curvature = Literal["one-sided", "difference", "gauss-newton"]
@@ -32,14 +31,6 @@ RELATIVE_STEP = 1e-3
 ONE_SIDED_FRACTION = 0.3  # of that step, for one-sided differences, whose error is linear in the step
 
 
-@dataclass(frozen=True, slots=True)
-class BatchGradient:
-    """Gradient of a batch loss at the current weights, with the contribution of each row to the loss, (B,), nats."""
-
-    gradient: Sequence[Tensor]
-    loss_B: F64
-
-
 def curvature_product(
     training: AdamWTraining,
     ids_BL: I64,
@@ -47,7 +38,7 @@ def curvature_product(
     direction: Sequence[Tensor],
     curvature: Curvature = "difference",
     relative_step: float = RELATIVE_STEP,
-    at_weights: BatchGradient | None = None,
+    at_weights: tuple[Sequence[Tensor], F64] | None = None,
 ) -> tuple[list[Tensor], F64]:
     """Multiply the curvature of the batch loss with a direction.
 
@@ -58,7 +49,7 @@ def curvature_product(
         direction: u, one tensor per parameter.
         curvature: method, see the module docstring.
         relative_step: finite-difference step, in norms of the weights; a negative one reverses one-sided differences.
-        at_weights: gradient and losses at the current weights, which one-sided differences need.
+        at_weights: gradient and losses of the rows at the current weights, which one-sided differences need.
 
     Returns:
         The product, one tensor per parameter, and the derivative of the loss of each row along u, (B,), nats.
@@ -70,9 +61,8 @@ def curvature_product(
     if curvature == "one-sided":
         assert at_weights is not None
         for step in displaced_weights(training, direction, (ONE_SIDED_FRACTION * relative_step,)):
-            along_B = (training.backward(ids_BL, weight_BL) - at_weights.loss_B) / step
-            pairs = zip(product, training.gradients(), at_weights.gradient, strict=True)
-            for total, gradient, before in pairs:
+            along_B = (training.backward(ids_BL, weight_BL) - at_weights[1]) / step
+            for total, gradient, before in zip(product, training.gradients(), at_weights[0], strict=True):
                 total.copy_(gradient).sub_(before).div_(step)
             training.zero_gradients()
         return product, along_B
@@ -129,15 +119,11 @@ def _gauss_newton(
         for (ids, weight), slope_PV in zip(micro_batches, slopes, strict=True):
             with torch.enable_grad():
                 outputs = training.label_logits(ids, weight)
-                torch.autograd.backward(outputs.logits_PV, _loss_hessian(outputs, slope_PV))
+                # the Hessian of the loss with respect to the logits is w (diag(p) - p p^T) at each position
+                p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
+                weighted_PV = p_PV * slope_PV
+                hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
+                torch.autograd.backward(outputs.logits_PV, hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
     return product, np.concatenate(along_of_batches)
-
-
-def _loss_hessian(outputs: LabelLogits, slope_PV: Tensor | float) -> Tensor:
-    """Multiply the Hessian of the loss with respect to the logits: ``w (diag(p) - p p^T) z`` at each position."""
-    p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
-    weighted_PV = p_PV * slope_PV
-    hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
-    return hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype)

@@ -33,8 +33,8 @@ from grasp.store.records import Mark
 from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
-from grasp.training.adjoint import Adjoint, UpdateConstants, add_curvature, norm_of, through_update
-from grasp.training.hessian_products import RELATIVE_STEP, BatchGradient, Curvature, curvature_product
+from grasp.training.adjoint import Adjoint, add_curvature, norm_of, through_update
+from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
 from grasp.training.row_derivatives import cheaper_method, label_positions, row_derivatives
 from grasp.training.trajectory import Step, TensorSets, Trajectory
 
@@ -78,7 +78,6 @@ class Metagradient:
         probe_MNT: derivative with respect to the weight that each row would have in the batch of a probe step.
         utility_T: utilities at the end of training.
         adjoint_norm_KT: norm of the derivative with respect to the weights before each step.
-        left_out_K: number of coordinates that were held fixed.
     """
 
     order_KB: I64
@@ -87,7 +86,6 @@ class Metagradient:
     probe_MNT: F64
     utility_T: F64
     adjoint_norm_KT: F64
-    left_out_K: I64
 
     def drawn(self, n_rows: int, first: int = 0, last: int | None = None) -> F64:
         """Sum the derivatives of drawn rows over the steps in [`first`, `last`), (N, T); rows never drawn have 0."""
@@ -278,7 +276,6 @@ class _Replay:
             "probe": np.full((len(settings.probe_steps), trajectory.rows.n_rows, n_targets), np.nan),
             "utility": np.zeros(n_targets),
             "adjoint_norm": np.full((steps, n_targets), np.nan),
-            "left_out": np.zeros(steps, dtype=np.int64),
             "root": np.zeros(1),
         }
 
@@ -310,7 +307,18 @@ class _Replay:
                 if progress is not None:
                     progress(step.step)
             self._store_progress(segment)
-        return self._result()
+        results, order = self.results, self.trajectory.order
+        order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
+        for k, index_B in enumerate(order):
+            order_KB[k, : len(index_B)] = index_B
+        return Metagradient(
+            order_KB,
+            results["drawn"],
+            np.array(self.settings.probe_steps, dtype=np.int64),
+            results["probe"],
+            results["utility"],
+            results["adjoint_norm"],
+        )
 
     def _begin(self) -> None:
         """Differentiate the utilities at the end of training, and determine the root from the first gradient."""
@@ -330,33 +338,41 @@ class _Replay:
 
     def _differentiate_step(self, step: Step) -> None:
         """Backpropagate through one step, for each target."""
-        settings, training, results = self.settings, self.training, self.results
-        constants = UpdateConstants(
-            step=step.step,
-            recipe=training.recipe,
-            clip_epsilon=training.clip_epsilon,
-            root=float(results["root"][0]),
-        )
-        is_probe_step = step.step in settings.probe_steps
+        is_probe_step = step.step in self.settings.probe_steps
         directions: list[Sequence[Tensor]] = []
         for t in range(len(self.adjoints)):
-            direction = self._back_target(t, step, constants)
+            direction = self._back_target(t, step)
             if is_probe_step:
                 directions.append(direction)
             del direction  # of a large model, one more direction in memory counts
         if is_probe_step:
-            value_NT = self._differentiate_rows(directions)
-            results["probe"][settings.probe_steps.index(step.step)] = value_NT / max(step.batch.n_labels, 1)
+            differentiate = partial(
+                row_derivatives,
+                self.training,
+                self.rows,
+                directions,
+                relative_step=self.settings.relative_step,
+                batch_tokens=self.settings.batch_tokens,
+            )
+            try:
+                value_NT = differentiate(cheaper_method(len(directions))[0])
+            except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
+                value_NT = differentiate("difference")
+            self.results["probe"][self.settings.probe_steps.index(step.step)] = value_NT / step.batch.n_labels
 
-    def _back_target(self, t: int, step: Step, constants: UpdateConstants) -> list[Tensor]:
-        """Backpropagate through one step for one target; return the derivative by the gradient of the batch.
-
-        Raises:
-            ModelError: the derivative is not finite.
-        """
+    def _back_target(self, t: int, step: Step) -> list[Tensor]:
+        """Backpropagate through one step for one target; return the derivative by the gradient of the batch."""
         settings, training, results = self.settings, self.training, self.results
         adjoint, batch, k = self.adjoints[t], step.batch, step.step
-        direction, n_fixed = through_update(adjoint, constants, step.gradient, step.first_after, step.second_after)
+        direction = through_update(
+            adjoint,
+            step.gradient,
+            step.first_after,
+            step.second_after,
+            recipe=training.recipe,
+            step=k,
+            root=float(results["root"][0]),
+        )
         product, along_B = curvature_product(
             training,
             batch.ids_BL,
@@ -364,35 +380,19 @@ class _Replay:
             direction,
             settings.curvature,
             settings.relative_step * (-1 if k % 2 else 1),  # errors of one-sided differences cancel over steps
-            BatchGradient(step.gradient, step.loss_B),
+            (step.gradient, step.loss_B),
         )
-        add_curvature(adjoint, constants, training.weight_decays, product)
+        add_curvature(adjoint, training.recipe.learning_rate_at(k), training.weight_decays, product)
         weight_B = self.trajectory.weight_N[batch.row_index_B]
         along_B = np.divide(along_B, weight_B, out=np.full_like(along_B, np.nan), where=weight_B != 0)
         results["drawn"][k, : len(along_B), t] = along_B
         results["adjoint_norm"][k, t] = adjoint.norm
-        results["left_out"][k] = n_fixed
         if not math.isfinite(adjoint.norm):
             raise ModelError(
                 f"replay: the derivative is {adjoint.norm} at step {k}, expected a finite number; set "
                 "first_step to a later step, set curvature to gauss-newton, or lower the learning rate"
             )
         return direction
-
-    def _differentiate_rows(self, directions: list[Sequence[Tensor]]) -> F64:
-        """Return the derivatives of all rows along the directions of the targets, (N, T); see `row_derivatives`."""
-        differentiate = partial(
-            row_derivatives,
-            self.training,
-            self.rows,
-            directions,
-            relative_step=self.settings.relative_step,
-            batch_tokens=self.settings.batch_tokens,
-        )
-        try:
-            return differentiate(cheaper_method(len(directions))[0])
-        except UnsupportedLayerError:  # such as experts, whose tensors have no gradient for each row
-            return differentiate("difference")
 
     # --------------------------------------------------------------------------------------------------------- storage
 
@@ -421,21 +421,6 @@ class _Replay:
                 for field in fields(Adjoint)
             ]
             self.adjoints.append(Adjoint(*derivatives))
-
-    def _result(self) -> Metagradient:
-        results, order = self.results, self.trajectory.order
-        order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
-        for k, index_B in enumerate(order):
-            order_KB[k, : len(index_B)] = index_B
-        return Metagradient(
-            order_KB,
-            results["drawn"],
-            np.array(self.settings.probe_steps, dtype=np.int64),
-            results["probe"],
-            results["utility"],
-            results["adjoint_norm"],
-            results["left_out"],
-        )
 
 
 def _progress_name(segment: tuple[int, int]) -> str:

@@ -83,7 +83,6 @@ class TrainingRecipe(OptimizerRecipe):
     warmup_steps: Annotated[int, Field(ge=0)] = Field(description="Steps of linear warm-up; then decay to zero.")
     betas: tuple[float, float] = Field((0.9, 0.99), description="Decay of AdamW's moments.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay of matrices; gains have none.")
-    clip_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Maximum norm of the gradient.")
     cuda_autocast: bool = Field(True, description="bfloat16 products on a GPU; weights, softmax float32.")
     cpu_autocast: bool = Field(
         False,

@@ -22,7 +22,6 @@ from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.training.adamw import AdamWTraining
-from grasp.training.fine_tuning import FineTuning
 from grasp.training.hessian_products import central_steps
 
 Method = Literal["difference", "gradient"]
@@ -59,7 +58,6 @@ def row_derivatives(
         UnsupportedLayerError: the method is `gradient` and a parameter has no gradient per row.
     """
     if method == "gradient":
-        assert isinstance(training, FineTuning)
         return _by_gradients(training, rows, directions, batch_tokens)
     lengths = np.array([len(row.input_ids) for row in rows], dtype=np.int64)
     padded_batches = []
@@ -84,7 +82,7 @@ def label_positions(loss_mask_BL: Tensor) -> F64:
 
 
 def _by_gradients(
-    training: FineTuning, rows: Sequence[Example], directions: list[Sequence[Tensor]], batch_tokens: int
+    training: AdamWTraining, rows: Sequence[Example], directions: list[Sequence[Tensor]], batch_tokens: int
 ) -> F64:
     """Compute inner products of per-row gradients with the directions, and restore the modes of the model."""
     model = training.model
@@ -106,7 +104,7 @@ def _by_gradients(
 
 
 @torch.no_grad()
-def _direction_blocks(engine: PerExample, training: FineTuning, directions: list[Sequence[Tensor]]) -> list[Tensor]:
+def _direction_blocks(engine: PerExample, training: AdamWTraining, directions: list[Sequence[Tensor]]) -> list[Tensor]:
     """Return directions in the layout of the engine, (T, X, Y) per block, and empty their list.
 
     Each direction is temporarily copied to the parameters, so that the engine's own code converts the layout. The

@@ -3,15 +3,15 @@
 `relative_weights` and `batch_order` determine the rows of each step; `token_batches` reads and pads them. The order is
 one permutation of the whole corpus per seed and epoch, so that subsets see their common rows in the same order.
 
-Shape letters: K models, S steps of a window, B rows of a batch, L tokens, N rows of the corpus.
+Shape letters: B rows of a batch, L tokens, N rows of the corpus.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from grasp.arrays import F32, F64, I64, Bool
+from grasp.arrays import F64, I64, Bool
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
 from grasp.seeds import stream
@@ -79,38 +79,43 @@ def batch_order(
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The rows of one step for K models."""
+    """The rows of one step."""
 
-    row_index_KB: I64
-    ids_KBL: I64  # token ids, padded on the right with 0
-    loss_mask_KBL: Bool  # tokens that are labels, i.e. have a loss
+    row_index_B: I64
+    ids_BL: I64  # token ids, padded on the right with 0
+    weight_BL: F64  # of the loss of the token that follows each position: 1 / n_labels, or 0, times that of its row
+    n_labels: int  # at least 1
 
 
 def token_batches(
-    rows: RowStore, orders: Sequence[Iterator[I64]], *, steps: int, context: int, vocab_size: int
+    rows: RowStore, order: Iterable[I64], *, context: int, vocab_size: int, weight_N: F64 | None = None
 ) -> Iterator[TokenBatch]:
-    """Yield the batches of `steps` steps; model k reads the rows of ``orders[k]``. Many steps are read at once.
+    """Yield the batches of some steps. Many steps are read at once.
 
     Args:
         rows: the corpus.
-        orders: rows of each step, one iterator per model.
-        steps: number of steps.
+        order: rows of each step.
         context: maximum tokens of a row.
         vocab_size: size of the vocabulary.
+        weight_N: factor of the loss of each row; it does not change the number of labels in a batch.
     Raises:
         ModelError: a row is longer than `context`, or has a token outside the vocabulary.
     """
     window: list[I64] = []
-    for step in range(steps):
-        window.append(np.stack([next(order) for order in orders]))
-        if (len(window) + 1) * window[0].size > WINDOW_ROWS or step == steps - 1:
-            yield from _read_window(rows, np.stack(window), context, vocab_size)
+    for index_B in order:
+        if window and sum(map(len, window)) + len(index_B) > WINDOW_ROWS:
+            yield from _read_window(rows, window, context, vocab_size, weight_N)
             window = []
+        window.append(index_B)
+    if window:
+        yield from _read_window(rows, window, context, vocab_size, weight_N)
 
 
-def _read_window(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) -> Iterator[TokenBatch]:
-    """Yield the batches of a window of S steps, whose rows are read at once."""
-    unique, position = np.unique(index_SKB, return_inverse=True)
+def _read_window(
+    rows: RowStore, window: Sequence[I64], context: int, vocab_size: int, weight_N: F64 | None
+) -> Iterator[TokenBatch]:
+    """Yield the batches of some steps, whose rows are read at once."""
+    unique = np.unique(np.concatenate(window))
     shard = rows.rows(unique)
     starts, lengths = shard.offsets[:-1], np.diff(shard.offsets)
     if (too_long := np.flatnonzero(lengths > context)).size:
@@ -124,21 +129,20 @@ def _read_window(rows: RowStore, index_SKB: I64, context: int, vocab_size: int) 
             f"row {unique[row]} has token id {shard.flat_ids[outside[0]]}, the recipe's vocabulary ends at"
             f" {vocab_size - 1}: use the tokenizer that the recipe's vocab_size belongs to"
         )
-    flat_ids = np.append(shard.flat_ids, 0)  # index -1 is padding
-    flat_loss_mask = np.ones(len(flat_ids), np.bool_)
+    flat_ids = np.append(shard.flat_ids, 0).astype(np.int64)  # index -1 is padding
+    is_label = np.ones(len(flat_ids), np.bool_)
     if shard.loss_mask is not None:
-        flat_loss_mask[:-1] = shard.loss_mask
-    flat_loss_mask[[*starts, -1]] = False  # the first token of a row is not predicted, and padding has no labels
-    for index_KB, position_KB in zip(index_SKB, position.reshape(index_SKB.shape), strict=True):
-        lengths_KB = lengths[position_KB]
-        offset_L = np.arange(lengths_KB.max())
-        flat_index_KBL = np.where(offset_L < lengths_KB[..., None], starts[position_KB][..., None] + offset_L, -1)
-        yield TokenBatch(index_KB, flat_ids[flat_index_KBL].astype(np.int64), flat_loss_mask[flat_index_KBL])
-
-
-def label_weights(batch: TokenBatch) -> F32:
-    """Return the weight of the label of each position in the loss, (K, B, L); sums to 1 per model, 0 on padding."""
-    has_label_KBL = np.zeros_like(batch.loss_mask_KBL)
-    has_label_KBL[..., :-1] = batch.loss_mask_KBL[..., 1:]  # position t predicts token t + 1
-    n_labels_K11 = np.maximum(has_label_KBL.sum(axis=(1, 2), keepdims=True), 1)
-    return np.asarray(has_label_KBL / n_labels_K11, dtype=np.float32)
+        is_label[:-1] = shard.loss_mask
+    is_label[[*starts, -1]] = False  # the first token of a row is not predicted, and padding has no labels
+    for index_B in window:
+        position_B = np.searchsorted(unique, index_B)
+        length_B1 = lengths[position_B, None]
+        offset_L = np.arange(length_B1.max())
+        flat_index_BL = np.where(offset_L < length_B1, starts[position_B, None] + offset_L, -1)
+        weight_BL = np.zeros(flat_index_BL.shape)
+        weight_BL[:, :-1] = is_label[flat_index_BL[:, 1:]]  # position t predicts token t + 1
+        n_labels = max(int(np.count_nonzero(weight_BL)), 1)
+        weight_BL /= n_labels
+        if weight_N is not None:
+            weight_BL *= weight_N[index_B, None]
+        yield TokenBatch(index_B, flat_ids[flat_index_BL], weight_BL, n_labels)

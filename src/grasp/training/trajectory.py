@@ -12,14 +12,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grasp.arrays import F64, I64
@@ -28,8 +27,7 @@ from grasp.errors import ModelError
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
-from grasp.training.row_order import label_weights, token_batches
-from grasp.training.train import Trainer
+from grasp.training.row_order import TokenBatch, token_batches
 
 STATES = Schema(
     mark=Mark,
@@ -41,25 +39,6 @@ STATES = Schema(
 )
 MEMORY_BYTES = 4 << 30  # default limit of the states in memory
 RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order on a GPU, below the effect of dropout
-
-
-class TensorFile(Mapping[str, Tensor]):
-    """Tensors of a safetensors file, read on access."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __getitem__(self, key: str) -> Tensor:
-        with safe_open(self._path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        with safe_open(self._path, framework="pt") as file:
-            return iter(list(file.keys()))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 class TensorSets:
@@ -81,8 +60,8 @@ class TensorSets:
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
     def get(self, name: str) -> Mapping[str, Tensor]:
-        """Return a set, which must not be modified."""
-        return self._memory[name] if self._store is None else TensorFile(self._store.file(name))
+        """Return a set, which must not be modified; a file is mapped into memory, and read on access."""
+        return self._memory[name] if self._store is None else load_file(self._store.file(name))
 
     def drop(self, name: str) -> None:
         """Remove a set."""
@@ -101,16 +80,10 @@ class ParameterTensors(Sequence[Tensor]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, k: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, k: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, k: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(k, slice):
-            return [self[i] for i in range(*k.indices(self._count))]
-        return self._tensors[f"{range(self._count)[k]}.{self._suffix}"].to(self._device)
+    def __getitem__(self, k: Any) -> Any:
+        if not 0 <= k < self._count:
+            raise IndexError
+        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,30 +109,13 @@ class TrajectorySize:
             segment_bytes=(len(STATE) + 1) * parameter_bytes * segment_steps,
         )
 
-    def __str__(self) -> str:
-        segments = math.ceil(self.steps / self.segment_steps)
-        return (
-            f"{self.steps} steps of {self.parameters:,} parameters: {segments} segments of {self.segment_steps} steps, "
-            f"states {self.start_bytes / 1e9:.2f} GB, one segment {self.segment_bytes / 1e9:.2f} GB"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """Rows of one step, in the form that `AdamWTraining.backward` expects."""
-
-    row_index_B: I64
-    ids_BL: I64
-    weight_BL: F64  # of the loss of the token that follows each position
-    n_labels: int
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a training run: its batch, the loss of its rows, its gradient, and the moments after it."""
 
     step: int
-    batch: StepBatch
+    batch: TokenBatch
     loss_B: F64  # contribution of each row to the loss
     gradient: Sequence[Tensor]  # before clipping
     first_after: Sequence[Tensor]
@@ -196,9 +152,7 @@ class Trajectory:
         assert steps == training.recipe.steps
         assert self.weight_N.shape == (rows.n_rows,)
         assert not training.step
-        if isinstance(training, Trainer):
-            assert training.model.n_models == 1
-            assert not training.uses_bfloat16, "its rounding error exceeds the finite differences"
+        assert not training.bfloat16, "its rounding error exceeds the finite differences"
         self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
         self.segment_bounds = [*range(0, steps, self.size.segment_steps), steps]
         self.directory = directory
@@ -243,40 +197,25 @@ class Trajectory:
         """
         first = max(bound for bound in self.segment_bounds if _state_name(bound) in self._segment_states)
         losses = self.restore(first)
-        for _, loss_B in self._run_steps(first, self.segment_bounds[-1]):
-            losses.append(float(loss_B.sum()))
+        for batch in self.batches(first, self.segment_bounds[-1]):
+            losses.append(float(self.training.backward(batch.ids_BL, batch.weight_BL).sum()))
+            self.training.check_loss(losses[-1])
             self.training.update()
             if self.training.step in self.segment_bounds:
-                if (bad := np.flatnonzero(~np.isfinite(losses))).size:
-                    raise ModelError(
-                        f"trajectory: step {bad[0]} had loss {losses[bad[0]]}, expected a number; lower the learning "
-                        "rate"
-                    )
                 self._store_state(self.training.step, losses)
             if progress is not None:
                 progress(self.training.step)
         return np.array(losses)
 
-    def _run_steps(self, first: int, last: int) -> Iterator[tuple[StepBatch, F64]]:
-        """Yield the batches of some steps with the losses of their rows; the caller updates between steps."""
-        for batch in self.batches(first, last):
-            yield batch, self.training.backward(batch.ids_BL, batch.weight_BL)
-
-    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[StepBatch]:
+    def batches(self, first: int, last: int, weight_N: F64 | None = None) -> Iterator[TokenBatch]:
         """Yield the batches of the steps in [`first`, `last`); `weight_N` replaces the weights of the rows."""
-        # the last batch of an epoch may be short, but `token_batches` reads batches of one size
-        training, groups = self.training, [list(group) for _, group in groupby(self.order[first:last], key=len)]
-        context, vocab_size = training.context, training.vocab_size
-        batches = chain.from_iterable(
-            token_batches(self.rows, [iter(order)], steps=len(order), context=context, vocab_size=vocab_size)
-            for order in groups
+        return token_batches(
+            self.rows,
+            self.order[first:last],
+            context=self.training.context,
+            vocab_size=self.training.vocab_size,
+            weight_N=self.weight_N if weight_N is None else weight_N,
         )
-        for batch in batches:
-            (row_index_B,) = batch.row_index_KB
-            weight_BL = label_weights(batch)[0].astype(np.float64)
-            n_labels = int(np.count_nonzero(weight_BL))
-            row_weight_B1 = (self.weight_N if weight_N is None else weight_N)[row_index_B, None]
-            yield StepBatch(row_index_B, batch.ids_KBL[0], weight_BL * row_weight_B1, n_labels)
 
     def retrain(self, weight_N: F64) -> None:
         """Train again from the start with other weights of the rows, without storing states."""
@@ -322,44 +261,39 @@ class Trajectory:
         Raises:
             ModelError: a recomputed loss differs from the recorded one, e.g. because of dropout.
         """
-        first, last = segment
-        forward_losses = self._segment_states.get(_state_name(last))["losses"].tolist()
+        (first, last), training = segment, self.training
+        end = self._segment_states.get(_state_name(last))
+        forward_losses = end["losses"].tolist()
         self.restore(first)
-        batches: list[tuple[StepBatch, F64]] = []
-        for batch, loss_B in self._run_steps(first, last):
-            step, training = self.training.step, self.training
+        batches: list[tuple[TokenBatch, F64]] = []
+        for batch in self.batches(first, last):
+            step, loss_B = training.step, training.backward(batch.ids_BL, batch.weight_BL)
             loss = float(loss_B.sum())
             if abs(loss - forward_losses[step]) > RERUN_TOLERANCE:
                 raise ModelError(
                     f"trajectory: step {step} had loss {forward_losses[step]:.6f}, and {loss:.6f} when it was computed "
                     "again; the model is not deterministic, disable dropout"
                 )
-            before_update = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
-            before_update |= {f"{k}.weight": weight for k, weight in enumerate(training.parameters)}
-            self._step_states.put(_before(step), before_update)
+            gradients = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
+            self._step_states.put(_step_name(step), training.state() | gradients)
             training.update()
-            moments = {key: tensor for key, tensor in training.state().items() if not key.endswith(".weight")}
-            self._step_states.put(_after(step), moments)
             batches.append((batch, loss_B))
-        self.training.optimizer.state.clear()  # free the moments; those of each step are stored
-        count, device = len(self.training.parameters), self.training.device
+        training.optimizer.state.clear()  # free the moments; those of each step are stored
+        count, device = len(training.parameters), training.device
         for step in reversed(range(first, last)):
-            before, after = self._step_states.get(_before(step)), self._step_states.get(_after(step))
-            self.training.set_weights(ParameterTensors(before, "weight", count, device))
+            before = self._step_states.get(_step_name(step))
+            after = end if step + 1 == last else self._step_states.get(_step_name(step + 1))
+            training.set_weights(ParameterTensors(before, "weight", count, device))
             moments_after = [ParameterTensors(after, moment, count, device) for moment in STATE[1:]]
             gradient = ParameterTensors(before, "gradient", count, device)
             yield Step(step, *batches[step - first], gradient, *moments_after)
-            self._step_states.drop(_before(step))
-            self._step_states.drop(_after(step))
+            self._step_states.drop(_step_name(step + 1))
+        self._step_states.drop(_step_name(first))
 
 
 def _state_name(step: int) -> str:
     return f"state-{step:06d}"
 
 
-def _before(step: int) -> str:
-    return f"step-{step:06d}-before"
-
-
-def _after(step: int) -> str:
-    return f"step-{step:06d}-after"
+def _step_name(step: int) -> str:
+    return f"step-{step:06d}"

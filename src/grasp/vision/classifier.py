@@ -89,7 +89,12 @@ class ImageClassifier:
         classifier = cls(
             model.to(device=device, dtype=dtype_of(settings.dtype, device)), classifier_settings, preprocessing
         )
-        classifier._check_classes()
+        if classifier.classes and len(classifier.classes) != classifier.vocab_size:
+            raise ModelError(
+                f"model.classifier.classes: got {len(classifier.classes)} names, but the head "
+                f"`{classifier_settings.head}` has {classifier.vocab_size} outputs; name every class, in the order of "
+                "the outputs"
+            )
         if settings.check:
             classifier.check_head()
         return classifier
@@ -225,14 +230,6 @@ class ImageClassifier:
             )
         return torch.from_numpy(np.stack(arrays))
 
-    def _check_classes(self) -> None:
-        """Check that there is a name for every output of the head, or none at all."""
-        if self.classes and len(self.classes) != self.vocab_size:
-            raise ModelError(
-                f"model.classifier.classes: got {len(self.classes)} names, but the head `{self._head_name}` "
-                f"has {self.vocab_size} outputs; name every class, in the order of the outputs"
-            )
-
 
 # The module, its preprocessing, and the names of its classes; empty if it has none.
 LoadedModule = tuple[nn.Module, Preprocessing, tuple[str, ...]]
@@ -242,7 +239,7 @@ def _load_factory_module(settings: ModelSettings, classifier: ClassifierSettings
     """Create a module with the factory of the settings, and load its weights from the file `model.path`."""
     model = make_module(classifier)
     _load_weights(model, Path(settings.path))
-    return model, _preprocessing_from_settings(classifier) or default_preprocessing(model), ()
+    return model, default_preprocessing(model) if classifier.images is None else ResizeAndCrop(classifier.images), ()
 
 
 def _load_checkpoint_module(settings: ModelSettings, classifier: ClassifierSettings) -> LoadedModule:
@@ -252,12 +249,9 @@ def _load_checkpoint_module(settings: ModelSettings, classifier: ClassifierSetti
     model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
     names: Mapping[Any, str] = model.config.id2label
     classes = tuple(names[k] for k in sorted(names, key=int))
-    return model, _preprocessing_from_settings(classifier) or HuggingFaceProcessor.from_settings(settings), classes
-
-
-def _preprocessing_from_settings(classifier: ClassifierSettings) -> Preprocessing | None:
-    """Return the preprocessing that the user set, which takes precedence; None if there is none."""
-    return None if classifier.images is None else ResizeAndCrop(classifier.images)
+    if classifier.images is not None:  # the user's preprocessing takes precedence
+        return model, ResizeAndCrop(classifier.images), classes
+    return model, HuggingFaceProcessor.from_settings(settings), classes
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

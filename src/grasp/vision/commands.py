@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 commands = typer.Typer()  # the entry point of the group `grasp.commands`
 
-REQUIRED = {
-    "--model": ("model.path",),
-    "--corpus": ("corpus.path",),
-    "--head": ("model.classifier.head",),
-}
+REQUIRED = {"--model": "model.path", "--corpus": "corpus.path", "--head": "model.classifier.head"}
 MAX_LISTED = 20  # names of unusable images that are printed
 
 
@@ -81,7 +77,7 @@ def fit_head(
 
 @command(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
-    "grasp detect art --target trusted --label topic --truth was_changed",
+    "grasp detect art --target trusted --truth was_changed -k 100",
     verb="grasp.vision.detect",
     group=commands,
     section="Find suspicious rows",

@@ -1,7 +1,7 @@
-"""Detect rows that look mislabelled, poisoned or misleading to a trusted target. Start with `detect`.
+"""Detect images that look mislabelled to a trusted target. Start with `detect`.
 
-A unit is a scored element of a target, such as a question with its answer or a trusted image; relevance is the
-predicted decrease of a unit's loss from training on a row. The statistics of thresholds and of the evaluation are in
+A row is a labelled image, a unit a trusted one; relevance is the predicted decrease of a unit's loss from training on a
+row. The statistics of thresholds and of the evaluation are in
 `grasp.vision.detection`.
 
 Shape letters: N rows, E units.
@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import F64, I64, Bool
-from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, leak_notes, only_target
 from grasp.errors import ArtifactError, SettingsError
@@ -54,9 +53,9 @@ class Suspects(Result):
         ranking: score by which rows are ranked.
         threshold: threshold of the ranking, or of the score that determines how many rows are flagged.
         detections: evaluation of each score, if there is a ground truth.
-        shown: the first rows with label and text.
+        shown: the first rows with class and description.
         scores: scores by name, (N,), in the order of the artifact's rows.
-        figures: the first rows, if they are images.
+        figures: the first images.
     """
 
     target: str
@@ -80,7 +79,6 @@ def detect(
     artifact: ArtifactReader,
     target: str | None = None,
     *,
-    label: str | None = None,
     top: int = DEFAULT_TOP,
     false_positives: float = FALSE_POSITIVES,
     clean: str | None = None,
@@ -89,20 +87,17 @@ def detect(
     match: str | None = None,
     progress: Progress | None = None,
 ) -> Suspects:
-    """Find rows that look wrong to a trusted target.
+    """Find images that look wrong to a trusted target.
 
-    Mislabelled, poisoned or misleading rows have low relevance to a trusted target, and resemble rows with another
-    label.
+    Mislabelled images have low relevance to a trusted target, and resemble images of another class.
 
     In Python the result has up to three scores. `low_relevance` is minus the mean relevance to the units, each
-    standardised over the rows. If rows have a label, `neighbour_disagreement` is the share of a row's nearest
-    neighbours in the hidden sketch with another label, and `fused` the mean of the two ranks. A trusted image that is
-    also a row is an error.
+    standardised over the rows. `neighbour_disagreement` is the share of a row's nearest neighbours in the hidden sketch
+    with another class, and `fused` the mean of the two ranks. A trusted image that is also a row is an error.
 
     Args:
         artifact: artifact of the corpus and the trusted target.
         target: trusted target. Default: the only one.
-        label: column whose values may be wrong. Default: the class of images, if any.
         top: rows to show.
         false_positives: share of correct rows that may be flagged.
         clean: column that is true for rows verified to be correct, which determine the threshold.
@@ -111,33 +106,27 @@ def detect(
         match: one kernel, e.g. gradient or output_layer. Default: output_layer if it was built, else the first kernel.
         progress: receives stages and numbers of rows.
     Raises:
-        ArtifactError: no such target, column or kernel, or a trusted image is also a row.
+        ArtifactError: the rows are not images, no such target, column or kernel, or a trusted image is also a row.
         SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
             every row is wrong.
-    Memory: a few numbers per row, the hidden sketch if there are labels, and a block of relevance.
+    Memory: a few numbers per row, the hidden sketch, and a block of relevance.
     """
+    if not isinstance(artifact.reader, ImageReader):
+        raise ArtifactError(
+            f"{artifact.location}: its rows are texts, expected images; wrong texts are not found by these scores "
+            "(experiments/safety)"
+        )
     target = only_target(artifact, target)
-    is_images = isinstance(artifact.reader, ImageReader)
-    if is_images and label is None:
-        label = CLASS_LABEL
     _check_numbers(artifact, top, truth, k)
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
     progress = progress or Silent()
-    if is_images:
-        _refuse_copies(artifact, target)
-    low_relevance_N = np.empty(artifact.n_rows)
-    for start, score_NE in standardised_blocks(artifact, array, target, progress):
-        low_relevance_N[start : start + len(score_NE)] = -score_NE.mean(axis=1)
-    scores = {"low_relevance": low_relevance_N}
-    label_notes: list[str] = []
-    if label is not None:
-        column = label_column(artifact, label)
-        label = column.name  # as spelled in the corpus
-        label_scores, label_notes = _label_scores(artifact, column, low_relevance_N, progress)
-        scores |= label_scores
-    ranking, ranking_N = list(scores.items())[-1]  # `fused` if there are labels, else `low_relevance`
+    _refuse_copies(artifact, target)
+    low_relevance_N = low_relevance(artifact, array, target, progress)
+    class_scores, class_notes = _class_scores(artifact, low_relevance_N, progress)
+    scores = {"low_relevance": low_relevance_N} | class_scores
+    ranking, ranking_N = list(scores.items())[-1]  # `fused` if the classes are informative, else `low_relevance`
     if correct_N is not None:
         try:
             threshold = conformal_threshold(ranking_N, correct_N, false_positives)
@@ -154,7 +143,7 @@ def detect(
     notes = (
         *_inverted_score_notes(detections, target),
         *leak_notes(artifact, [target]),
-        *label_notes,
+        *class_notes,
         "higher scores are more suspicious",
         f"low_relevance: minus the relevance of kernel {array.removeprefix('relevance_')}, without the protocol; "
         "--match selects another kernel",
@@ -179,9 +168,9 @@ def detect(
         ranking=ranking,
         threshold=threshold,
         detections=detections,
-        shown=_shown_rows(artifact, head, first_N, ranking, threshold, label),
+        shown=_shown_rows(artifact, head, first_N, ranking, threshold),
         scores=scores,
-        figures=_figures(artifact, head["row_id"].to_pylist(), first_N) if is_images else (),
+        figures=_figures(artifact, head["row_id"].to_pylist(), first_N),
     )
 
 
@@ -239,21 +228,18 @@ def _refuse_copies(artifact: ArtifactReader, target: str) -> None:
         )
 
 
-def _label_scores(
-    artifact: ArtifactReader, column: LabelColumn, low_relevance_N: F64, progress: Progress
+def _class_scores(
+    artifact: ArtifactReader, low_relevance_N: F64, progress: Progress
 ) -> tuple[dict[str, F64], list[str]]:
     """Return the scores `neighbour_disagreement` and `fused`, or none if the former is constant; and notes."""
-    code_N, label = column.codes_N.astype(np.int64), column.name
-    if None in column.values:  # each row without a label gets a label of its own
-        unlabelled_N = np.flatnonzero(code_N == column.values.index(None))
-        code_N[unlabelled_N] = len(column.values) + np.arange(len(unlabelled_N))
+    class_N = label_column(artifact, CLASS_LABEL).codes_N.astype(np.int64)
     _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
-    disagreements = disagreement(sketch_ND, code_N, NEIGHBOURS, progress)
+    disagreements = disagreement(sketch_ND, class_N, NEIGHBOURS, progress)
     n_singletons = int(disagreements.is_singleton_N.sum())
     if disagreements.share_N.min() == disagreements.share_N.max():
-        reason = f"every row has a unique {label}" if n_singletons else f"{label} is the same for all neighbours"
+        reason = "every row has a class of its own" if n_singletons else "the class is the same for all neighbours"
         return {}, [f"{reason}: rows are ranked by low_relevance alone"]
-    notes = [f"{n_singletons} rows have a unique {label}: their disagreement is the median"] if n_singletons else []
+    notes = [f"{n_singletons} rows have a unique class: their disagreement is the median"] if n_singletons else []
     if disagreements.recall < 1:
         notes.append(
             f"neighbours were searched for among {MAX_CANDIDATES:,} rows with similar hidden sketches: "
@@ -265,19 +251,16 @@ def _label_scores(
     }, notes
 
 
-def _shown_rows(
-    artifact: ArtifactReader, head: pa.Table, first_N: I64, ranking: str, threshold: Threshold, label: str | None
-) -> pa.Table:
+def _shown_rows(artifact: ArtifactReader, head: pa.Table, first_N: I64, ranking: str, threshold: Threshold) -> pa.Table:
     """Return the first rows as they are printed."""
     rows = artifact.rows(first_N)
     flagged = "yes" if threshold.beyond_chance else "not significant"
-    shown = {name: head[name] for name in ("rank", ranking)}
-    shown |= {
-        "flagged": [flagged if is_flagged else "no" for is_flagged in head["flagged"].to_pylist()],
-        "row_id": head["row_id"],
-    }
-    shown |= {} if label is None else {label: rows[label]}
-    return pa.table(shown | {"text": rows["snippet"]})
+    is_flagged = head["flagged"].to_pylist()
+    return pa.table(
+        {"rank": head["rank"], ranking: head[ranking]}
+        | {"flagged": [flagged if each else "no" for each in is_flagged], "row_id": head["row_id"]}
+        | {CLASS_LABEL: rows[CLASS_LABEL], "image": rows["snippet"]}
+    )
 
 
 def _figures(artifact: ArtifactReader, row_ids: Sequence[str], index: I64) -> tuple[tuple[str, str | None], ...]:
@@ -289,6 +272,12 @@ def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
     """Return the relevance array of a kernel. Default: output_layer if it was built, else the first kernel."""
     default = "output_layer" if "output_layer" in artifact.kernels else artifact.kernels[0]
     return artifact.relevance_name(match or default)
+
+
+def low_relevance(artifact: ArtifactReader, array: str, target: str, progress: Progress | None = None) -> F64:
+    """Return minus the mean relevance to the units of a target, each standardised over all rows, (N,)."""
+    blocks = standardised_blocks(artifact, array, target, progress or Silent())
+    return np.concatenate([-score_NE.mean(axis=1) for _, score_NE in blocks])
 
 
 def standardised_blocks(

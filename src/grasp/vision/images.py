@@ -154,10 +154,6 @@ class ImageFolder:
         described = [(str(self._relative(file)), self.fs.info(file)) for file in self.files]
         return [[name, str(info.get("size")), str(info.get("mtime", ""))] for name, info in described]
 
-    def file_labels(self, name: str) -> Mapping[str, str]:
-        """Return no labels: the directory of an image is its class."""
-        return {}
-
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield files in chunks, from position `start` on."""
         for first in range(start, len(self.files), FILES_PER_CHUNK):
@@ -372,8 +368,9 @@ class ImageStore(RowStore):
         encoded = with_content.column(BYTES_COLUMN).to_pylist()
         return ImageRows.from_images(encoded, class_N, with_content.select(self._public_columns))
 
-    def _shard_loss_counts(self, k: int) -> I64:
-        return self._shard_lengths(k)
+    def loss_counts(self, k: int | None = None) -> I64:
+        """Return 1 for every image, (N,), or for those of shard k."""
+        return np.ones(self.n_rows if k is None else len(self.table(k)), dtype=np.int64)
 
 
 def image_rows(

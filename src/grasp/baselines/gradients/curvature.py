@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.baselines.gradients.queries import DenseQuery, FlatUse, Queries
-from grasp.baselines.gradients.sinks import MatrixSink, all_blocks
+from grasp.baselines.gradients.whole import HeadFactors, UnitGradients, is_separate_head, run_whole
 from grasp.errors import ModelError, SettingsError
 from grasp.models.gradients import Block, Example, GradientFactors, Output, PerExample
 
@@ -191,27 +190,26 @@ def corrected_eigenvalues(engine: PerExample, fisher: Fisher, bases: Sequence[Ba
     def add_squares(number: int, matrix_BXY: Tensor, rows: slice) -> None:
         total[number] += torch.einsum("b,bxy->xy", labels_B[rows], matrix_BXY.square_())
 
-    def rotate_factors(number: int, use: GradientFactors, rows: slice) -> None:
-        sink(number, bases[number].rotate_use(use), rows)
-
-    sink = MatrixSink(engine, all_blocks(engine), add_squares)
     for index_B in engine.batches(fisher.rows):
         examples, uniforms = fisher.batch(index_B)
         labels_B = torch.tensor([example.labels for example in examples], dtype=engine.work, device=device)
-        engine.run(examples, rotate_factors, fisher.output, uniforms)
-        sink.finish()
+        run_whole(
+            engine,
+            examples,
+            add_squares,
+            fisher.output,
+            uniforms,
+            rotate=lambda number, use: bases[number].rotate_use(use),
+        )
     return [matrix / len(fisher.rows) for matrix in total]
 
 
-def apply_ekfac(queries: Queries, bases: Sequence[Basis], eigenvalues: Sequence[Tensor], damping: float) -> None:
+def apply_ekfac(units: UnitGradients, bases: Sequence[Basis], eigenvalues: Sequence[Tensor], damping: float) -> None:
     """Replace g of each unit by (F + lambda I)^{-1} g; lambda is `damping` times the block's mean eigenvalue."""
-    for number, query in enumerate(queries.blocks):
-        assert isinstance(query, DenseQuery)
-        block, value_XY = queries.engine.layers.blocks[number], eigenvalues[number]
+    for matrix_EXY, basis, value_XY in zip(units.matrices, bases, eigenvalues, strict=True):
         scale_XY = 1.0 / (value_XY + damping * value_XY.mean())
-        for unit in range(queries.n_units):
-            matrix = query.matrix_ED[unit].view(block.left, block.right)
-            query.matrix_ED[unit] = bases[number].rotate_back(bases[number].rotate(matrix) * scale_XY).flatten()
+        for matrix_XY in matrix_EXY:
+            matrix_XY.copy_(basis.rotate_back(basis.rotate(matrix_XY) * scale_XY))
 
 
 def check_untied(blocks: Sequence[Block]) -> None:
@@ -228,39 +226,29 @@ def check_untied(blocks: Sequence[Block]) -> None:
             )
 
 
-def apply_kfac(queries: Queries, factors: Sequence[Factors], damping: float) -> None:
+def apply_kfac(units: UnitGradients, factors: Sequence[Factors], damping: float) -> None:
     """Replace G of each unit by S^{-1} G A^{-1}; factors are damped by sqrt(`damping`) of their mean eigenvalue.
 
     Raises:
         SettingsError: see `check_untied`.
     """
-    check_untied(queries.engine.layers.blocks)
-    for number, query in enumerate(queries.blocks):
-        block = queries.engine.layers.blocks[number]
-        left, right_YY = _inverses(factors[number], damping**0.5)
-        if isinstance(query, DenseQuery):
-            matrix = query.matrix_ED.view(-1, block.left, block.right) @ right_YY
-            matrix = matrix * left[:, None] if left.ndim == 1 else left @ matrix
-            query.matrix_ED = matrix.flatten(1)
+    check_untied(units.engine.layers.blocks)
+    for number, (matrix_EXY, factor) in enumerate(zip(units.matrices, factors, strict=True)):
+        right_YY = _damped_inverse(factor.right_YY, damping**0.5)
+        if factor.diagonal:
+            left = 1.0 / (factor.left + damping**0.5 * factor.left.mean())
         else:
-            query.uses = [_apply_inverse(use, left, right_YY) for use in query.uses]
-
-
-def _inverses(factors: Factors, damping: float) -> tuple[Tensor, Tensor]:
-    right_YY = _damped_inverse(factors.right_YY, damping)
-    if factors.diagonal:
-        return 1.0 / (factors.left + damping * factors.left.mean()), right_YY
-    return _damped_inverse(factors.left, damping), right_YY
+            left = _damped_inverse(factor.left, damping**0.5)
+        if units.head is not None and is_separate_head(units.engine.layers.blocks[number]):
+            head = units.head
+            left_SX = head.left_SX * left if factor.diagonal else head.left_SX @ left
+            units.head = HeadFactors(left_SX, head.right_SY @ right_YY, head.unit_S)
+        else:
+            solved_EXY = matrix_EXY @ right_YY
+            units.matrices[number] = solved_EXY * left[:, None] if factor.diagonal else left @ solved_EXY
 
 
 def _damped_inverse(moment: Tensor, damping: float) -> Tensor:
     shift = damping * float(moment.diagonal().mean())
     wide = moment.double() + shift * torch.eye(len(moment), dtype=torch.float64, device=moment.device)
     return torch.cholesky_inverse(torch.linalg.cholesky(wide)).to(moment.dtype)
-
-
-def _apply_inverse(use: FlatUse, left: Tensor, right_YY: Tensor) -> FlatUse:
-    right = use.right_SY @ right_YY
-    if use.one_hot:
-        return FlatUse(use.left, right * left[use.left][:, None], use.unit_S)
-    return FlatUse(use.left * left if left.ndim == 1 else use.left @ left, right, use.unit_S)

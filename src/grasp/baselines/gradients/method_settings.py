@@ -1,17 +1,13 @@
-"""Settings shared by gradient methods: layers, checkpoints, projection. Start with `LayerSettings`."""
+"""Settings shared by gradient methods: layers, checkpoints, dimension. Start with `LayerSettings`."""
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from grasp.baselines.gradients.projection import Form
-from grasp.settings import Settings, refuse_idle
+from grasp.settings import Settings
 
 PAPER_LAYERS = ("block:-1", "final_norm")
-NO_PROJECTION_HINT = "dimension: null disables projection"
-
-
 EXPRESSION = re.compile(r"(?:^|,)\s*(!?re:.*)", re.DOTALL)
 
 
@@ -45,33 +41,17 @@ class LayerSettings(Settings):
     )
 
 
-class CheckpointSettings(LayerSettings):
-    """Checkpoints that scores are summed over."""
+class ProjectedSettings(LayerSettings):
+    """Checkpoints that scores are summed over, and the random projection of gradients."""
 
     checkpoints: Literal["all", "last"] = Field(
         "all", description="all: every available checkpoint, see --checkpoints; last: only the last. Paper: five."
     )
-
-
-class ProjectedSettings(CheckpointSettings):
-    """Random projection of gradients."""
-
     dimension: int | None = Field(
         128,
         ge=1,
         description="Features per row and checkpoint; null: no projection, exact inner products. Paper: 128.",
     )
-    projection: Form = Field(
-        "auto",
-        description="dense: a matrix of random signs, as in TRAK; two-sided: random signs for inputs and outputs of "
-        "each layer first; auto: dense unless it costs more than twice as much.",
-    )
-
-    @model_validator(mode="after")
-    def _is_projected(self) -> Self:
-        if self.dimension is None:
-            refuse_idle(self, ("projection",), NO_PROJECTION_HINT)
-        return self
 
 
 class WeightedSettings(ProjectedSettings):

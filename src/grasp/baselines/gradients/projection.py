@@ -8,7 +8,7 @@ For a block with gradient G (X, Y), and random signs +-1 determined by a seed:
 Both are unbiased estimators of inner products, and blocks are independent, so their sum projects the whole gradient.
 The variance of a squared norm is 2/K ||G||^4 for dense; two-sided adds up to 4/M ||G||^4 if G is a single outer product
 (M = 32), and less if G is a sum over more positions or the norm is spread over more blocks. A side no wider than M is
-not compressed. `auto` chooses two-sided if dense costs more than twice as much, i.e. for large layers. An embedding,
+not compressed. Two-sided is chosen if dense costs more than twice as much, i.e. for large layers. An embedding,
 and a head tied to one, is always two-sided: a one-hot coordinate is a look-up.
 
 Source: TRAK (Park et al. 2023), section 3.2; two-sided as LoGra (Choe et al. 2024). Deviation from TRAK: large layers.
@@ -18,18 +18,16 @@ Shape letters: B examples, T positions, X left width, Y right width, M compresse
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.models.gradient_factors import BLOCK_ELEMENTS, materialise, select_examples
+from grasp.baselines.gradients.factors import materialise, select_examples
+from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import Block, GradientFactors
 from grasp.seeds import stream
-
-Form = Literal["auto", "dense", "two-sided"]
 
 SIDE = 32  # M
 DENSE_ELEMENTS = 1 << 27  # total signs of dense blocks: 512 MB of float32
@@ -84,7 +82,6 @@ class Projection:
         *,
         seed: int,
         tokens: int,
-        form: Form = "auto",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -92,11 +89,11 @@ class Projection:
 
         Args:
             width: K.
-            tokens: typical length of a row, by which `auto` compares costs; affects the results.
+            tokens: typical length of a row, by which the costs of the forms are compared; affects the results.
         """
         self.blocks, self.width = tuple(blocks), width
         self.device, self.dtype = device, dtype
-        self.forms = choose_forms(blocks, width, tokens, form)
+        self.forms = choose_forms(blocks, width, tokens)
         self._maps = [self._map(block, kind, seed) for block, kind in zip(blocks, self.forms, strict=True)]
 
     def _map(self, block: Block, kind: str, seed: int) -> _Dense | _TwoSided:
@@ -134,22 +131,16 @@ def random_signs(generator: np.random.Generator, rows: int, columns: int) -> NDA
     return (bits[: rows * columns].astype(np.int8) * 2 - 1).reshape(rows, columns)
 
 
-def choose_forms(blocks: Sequence[Block], width: int, tokens: int, form: Form) -> list[str]:
+def choose_forms(blocks: Sequence[Block], width: int, tokens: int) -> list[str]:
     """Choose `dense` or `two-sided` for each block by number of multiplications; dense blocks share a memory bound."""
     chosen = ["two-sided"] * len(blocks)
     left = DENSE_ELEMENTS
     for number in sorted(range(len(blocks)), key=lambda k: blocks[k].size):
         block = blocks[number]
-        if "embedding" in block.kinds or form == "two-sided":
-            continue
-        if form == "dense" or (_affordable(block, width, tokens) and block.size * width <= left):
+        small = min(SIDE, block.left) * min(SIDE, block.right)
+        two_sided = tokens * (SIDE * (block.left + block.right) + small) + small * width
+        is_affordable = (tokens + width) * block.size <= 2 * two_sided
+        if "embedding" not in block.kinds and is_affordable and block.size * width <= left:
             chosen[number] = "dense"
             left -= block.size * width
     return chosen
-
-
-def _affordable(block: Block, width: int, tokens: int) -> bool:
-    """Return whether dense costs at most twice as much as two-sided."""
-    small = min(SIDE, block.left) * min(SIDE, block.right)
-    two_sided = tokens * (SIDE * (block.left + block.right) + small) + small * width
-    return (tokens + width) * block.size <= 2 * two_sided

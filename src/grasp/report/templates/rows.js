@@ -92,12 +92,6 @@
   for (const pick of [questionPick, orderPick, ...slicePicks]) pick.addEventListener("change", showFirstPage);
   find.addEventListener("input", showFirstPage);
   $("rows-more").addEventListener("click", () => { shown += 2 * PAGE_SIZE; show(); });
-  document.addEventListener("slice", ({ detail }) => {
-    slicePicks.forEach((pick, label) => { pick.value = detail.slices[label] === undefined ? "" : String(detail.slices[label]); });
-    if (detail.target !== "") targetPick.value = detail.target;
-    fillQuestions();
-    showFirstPage();
-  });
   fillQuestions();
   show();
 })();

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from transformers import PreTrainedTokenizerBase
 
-from experiments.finetune.training import LONG, LORA, REFERENCE, SHORT, Recipe
+from experiments.worlds.training import LONG, LORA, REFERENCE, SHORT, Recipe
 from grasp.artifact.label_table import LabelColumn
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer

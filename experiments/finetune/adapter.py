@@ -1,6 +1,6 @@
 """Do two trainings on the same rows change the same questions? Predict the runs of one environment by another's.
 
-    python -m experiments.finetune.alike documents-lora documents --out experiments/finetune/alike.json
+    python -m experiments.finetune.adapter documents-lora documents --out experiments/finetune/adapter.json
 
 Runs of the first seed, in the same order of rows. Beside it stands how far two orders agree within the second.
 Nothing is read but runs, and it takes seconds. Shape letters: B subsets, E units.
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetune.evaluate import Predictions, compare, noise
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import ENVIRONMENTS, NAMES, Name
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.evaluate import Predictions, compare, noise
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import ENVIRONMENTS, NAMES, Name
 from grasp.errors import GraspError
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns
@@ -61,7 +61,7 @@ def report(name: Name, other: Name) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, compare, write."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.alike", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.adapter", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=NAMES, help="Environment whose runs are predicted.")
     parser.add_argument("other", choices=NAMES, help="Environment of the same rows whose runs predict them.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")

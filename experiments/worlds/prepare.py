@@ -11,9 +11,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
-from experiments.finetune.contrasts import write_contrasts
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, NAMES, Name, write_corpora, write_longer, write_small
-from experiments.finetune.training import load_model, prepare_adapter, prepare_model, with_adapter
+from experiments.worlds.contrasts import write_contrasts
+from experiments.worlds.setting import ENVIRONMENTS, LENGTH, NAMES, Name, write_corpora, write_longer, write_small
+from experiments.worlds.training import load_model, prepare_adapter, prepare_model, with_adapter
 from grasp.corpus import RowStore
 from grasp.corpus.documents import read_documents
 from grasp.files import write_atomically
@@ -86,7 +86,7 @@ def environments_parser(module: str, about: str) -> argparse.ArgumentParser:
     """What a command is asked that judges predictions by the runs of some environments; torch keeps to one thread."""
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    parser = argparse.ArgumentParser(prog=f"python -m experiments.finetune.{module}", description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=f"python -m experiments.{module}", description=about.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=NAMES)
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
     work = Path(__file__).parent / "work"

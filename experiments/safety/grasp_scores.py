@@ -1,4 +1,7 @@
-"""What a user gets: the fine-tuned model and its rows through `grasp build`, then detect, predict and the methods."""
+"""What a user gets: the fine-tuned model and its rows through `grasp build`, then predict and the methods.
+
+The scores of `grasp detect`, which accepts images only, are computed by its functions.
+"""
 
 import json
 from pathlib import Path
@@ -11,13 +14,16 @@ from experiments.safety.setting import Case, Row
 from experiments.safety.tuned import Tuned
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import label_column
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol, parse_protocol
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.settings import build_settings
-from grasp.vision.detect import detect
+from grasp.vision.detect import NEIGHBOURS, low_relevance
+from grasp.vision.detection import mean_ranks
+from grasp.vision.neighbours import disagreement
 
 TARGET = "trusted"
 FULL_PROTOCOL = Path(__file__).with_name("protocol.yaml")
@@ -62,7 +68,7 @@ def _unit(row: Row) -> str:
 def relevance(artifact: ArtifactReader) -> dict[str, F64]:
     """Minus the mean relevance to the trusted units by each kernel, (N,) each: higher for more suspicious rows."""
     return {
-        f"GRASP relevance ({name})": detect(artifact, TARGET, match=kernel).scores["low_relevance"]
+        f"GRASP relevance ({name})": low_relevance(artifact, f"relevance_{kernel}", TARGET)
         for name, kernel in KERNELS.items()
     }
 
@@ -71,11 +77,11 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
     """Every other score that comes from the artifact, (N,) each, higher for more suspicious rows."""
     out = {}
     if label is not None:
-        detection = detect(artifact, TARGET, label=label)
-        out |= {
-            "detect: geometry": detection.scores["neighbour_disagreement"],
-            "detect: fused": detection.scores["fused"],
-        }
+        _, sketch_ND = next(artifact.array_blocks("hidden_sketch", block_rows=artifact.n_rows))
+        label_N = label_column(artifact, label).codes_N.astype(np.int64)
+        share_N = disagreement(sketch_ND, label_N, NEIGHBOURS).share_N
+        relevance_N = low_relevance(artifact, "relevance_output_layer", TARGET)
+        out |= {"detect: geometry": share_N, "detect: fused": mean_ranks([relevance_N, share_N])}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
     for method in configure_methods(["bm25", "activation_similarity"]):
         rows = score_artifact(artifact, method, cache=artifact.path / "methods")

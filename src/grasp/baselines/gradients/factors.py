@@ -1,4 +1,4 @@
-"""Gradients materialised from their factors (see `gradients`), and gradient norms.
+"""Gradients materialised from their factors (see `grasp.models.gradients`), and gradient norms.
 
 Start with `materialise` or `squared_norm`. A block is *used* several times if several modules share its weight.
 
@@ -8,9 +8,8 @@ Shape letters: B examples, T positions, X left width, Y right width, P and S pos
 import torch
 from torch import Tensor
 
+from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import GradientFactors
-
-BLOCK_ELEMENTS = 1 << 25  # elements of a temporary tensor: 128 MB of float32
 
 
 def select_examples(factors: GradientFactors, begin: int, end: int) -> GradientFactors:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from experiments.finetune.setting import (
+from experiments.worlds.setting import (
     LENGTH,
     SYSTEM,
     UNITS_OF_TARGET,

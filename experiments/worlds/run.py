@@ -1,9 +1,9 @@
 """Retraining of a model that is trained further: one run after the other, of one environment or of several.
 
-    python -m experiments.finetune.run small-12 small-48 --data ../shared/data
+    python -m experiments.worlds.run small-12 small-48 --data ../shared/data
 
-Killed at any moment, the same command goes on where it was: every run is a small file in `NAME/runs` beside this
-script, written when it is done. All that are named fill together, first seeds first; `--until 15:25` stops in time.
+Killed at any moment, the same command goes on where it was: every run is a small file in `NAME/runs` in this
+folder, written when it is done. All that are named fill together, first seeds first; `--until 15:25` stops in time.
 """
 
 import argparse
@@ -21,8 +21,9 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as hf_logging
 
 import grasp
-from experiments.finetune.prepare import prepared
-from experiments.finetune.setting import (
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.prepare import prepared
+from experiments.worlds.setting import (
     ENVIRONMENTS,
     LENGTH,
     NAMES,
@@ -34,8 +35,7 @@ from experiments.finetune.setting import (
     row_order,
     target_settings,
 )
-from experiments.finetune.training import train, unit_losses
-from experiments.mistakes import in_one_line
+from experiments.worlds.training import train, unit_losses
 from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
@@ -173,11 +173,11 @@ def fill(worlds: dict[Name, World], until: float) -> None:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, run, say what went wrong in one line."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.finetune.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.worlds.run", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=NAMES, help="Environments.")
     parser.add_argument("--data", type=Path, required=True, help="Folder of pool.parquet and instructions.parquet.")
     parser.add_argument("--out", type=Path, default=FOLDER, help="Where the environments are.")
-    parser.add_argument("--work", type=Path, help="Model and rows; none: `work` beside this script.")
+    parser.add_argument("--work", type=Path, help="Model and rows; Default: `work` in this folder.")
     parser.add_argument("--until", help="Begin no run after this time of day, HH:MM.")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads.")
     args = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """What runs add to relevance by gradients: the learned predictor on 8, 16 and 23 of the runs, each run left out once.
 
-    python -m experiments.finetune.beside small-12 small-48 documents instructions --data ../shared/data \\
-        --out experiments/finetune/beside.json
+    python -m experiments.finetune.with_runs small-12 small-48 documents instructions --data ../shared/data \\
+        --out experiments/finetune/with_runs.json
 
 A run is predicted by others, drawn at random, and by the artifact of `grasp build --train further`; or by relevance
 alone, or by the runs alone. The prediction is its change against the corpus, by target: the level of the other runs,
@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.finetune.further import FEATURES
-from experiments.finetune.methods import artifact_of
-from experiments.finetune.prepare import environments_parser, model_directory, prepared
-from experiments.finetune.run import FOLDER
-from experiments.finetune.setting import ENVIRONMENTS, Name, open_corpus
-from experiments.mistakes import in_one_line
+from experiments.one_line_errors import in_one_line
+from experiments.worlds.artifacts import FEATURES, artifact_of
+from experiments.worlds.prepare import environments_parser, model_directory, prepared
+from experiments.worlds.run import FOLDER
+from experiments.worlds.setting import ENVIRONMENTS, Name, open_corpus
 from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
@@ -103,7 +102,7 @@ def report(name: Name, data: Path, work: Path) -> dict[str, Any]:
 @in_one_line()
 def main(arguments: list[str] | None = None) -> None:
     """Parse, build what is missing, compare, write."""
-    args = environments_parser("beside", __doc__).parse_args(arguments)
+    args = environments_parser("finetune.with_runs", __doc__).parse_args(arguments)
     reports = [report(name, args.data, args.work) for name in args.names]
     write_atomically(args.out, (json.dumps({"environments": reports}, indent=1) + "\n").encode())
 

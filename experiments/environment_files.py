@@ -1,6 +1,6 @@
 """Keep the small files of a finished environment, so that predictions can be compared again without retraining.
 
-python experiments/keep.py bench-out/environments/cc-topic experiments/environments/cc-topic
+python experiments/environment_files.py bench-out/environments/cc-topic experiments/environments/cc-topic
 """
 
 import argparse
@@ -12,7 +12,9 @@ from grasp.runs.retrained import INFO, REFERENCE, SUBSETS, UTILITIES, RetrainedR
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 
 
-def keep(environment: RetrainedRuns, out: Path, *, max_subsets_bytes: int = MAX_SUBSETS_BYTES) -> dict[str, int]:
+def copy_small_files(
+    environment: RetrainedRuns, out: Path, *, max_subsets_bytes: int = MAX_SUBSETS_BYTES
+) -> dict[str, int]:
     """Copy the small files of a complete environment; returns bytes by file name.
 
     subsets.parquet is left out where it is larger than `max_subsets_bytes` and the family can draw it again; the
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    for name, size in keep(RetrainedRuns.open(args.environment), args.out).items():
+    for name, size in copy_small_files(RetrainedRuns.open(args.environment), args.out).items():
         print(f"{args.out / name}: {size:,} bytes")
 
 

@@ -3,12 +3,10 @@
 from itertools import permutations as orders
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grasp.baselines.shapley import exact_shapley, permutation_shapley
-from grasp.errors import ModelError, SettingsError, ShapeError
+from experiments.one_step.shapley import exact_shapley, permutation_shapley
 
 
 def table_game(n_players, seed, games=1):
@@ -41,11 +39,11 @@ def airport(cost):
     return lambda masks: np.where(masks, cost, 0.0).max(axis=1)
 
 
-@given(n_players=st.integers(1, 5), seed=st.integers(0, 99), block=st.integers(1, 40))
+@given(n_players=st.integers(1, 5), seed=st.integers(0, 99))
 @settings(max_examples=20)
-def test_enumeration_equals_the_mean_over_all_orders(n_players, seed, block):
+def test_enumeration_equals_the_mean_over_all_orders(n_players, seed):
     game = table_game(n_players, seed)
-    np.testing.assert_allclose(exact_shapley(game, n_players, block=block)[:, 0], slow_shapley(game, n_players))
+    np.testing.assert_allclose(exact_shapley(game, n_players)[:, 0], slow_shapley(game, n_players))
 
 
 def test_glove_game():
@@ -102,45 +100,5 @@ def test_no_subset_is_evaluated_twice_and_the_count_is_correct():
         evaluated.extend(map(bytes, np.packbits(masks, axis=1)))
         return masks.sum(axis=1).astype(float)
 
-    sampled = permutation_shapley(game, 8, permutations=50, seed=0, block=3)
+    sampled = permutation_shapley(game, 8, permutations=50, seed=0)
     assert len(evaluated) == len(set(evaluated)) == sampled.evaluations
-
-
-@given(block=st.integers(1, 64))
-@settings(max_examples=10)
-def test_blocks_do_not_change_the_values(block):
-    game = table_game(6, 1)
-    first = permutation_shapley(game, 6, permutations=20, seed=0, block=block)
-    second = permutation_shapley(game, 6, permutations=20, seed=0)
-    np.testing.assert_array_equal(first.value_PE, second.value_PE)
-
-
-def test_truncation_saves_evaluations_and_leaves_later_players_nothing():
-    def saturating(masks):  # worth 1 as soon as two players are in
-        return np.minimum(masks.sum(axis=1), 2) / 2.0
-
-    full = permutation_shapley(saturating, 9, permutations=200, seed=0)
-    cut = permutation_shapley(saturating, 9, permutations=200, seed=0, truncation=0.0)
-    np.testing.assert_allclose(cut.value_PE, full.value_PE)
-    assert cut.truncated == 200 * 7
-    assert cut.evaluations < full.evaluations
-
-
-def test_truncation_waits_for_every_game():
-    def games(masks):
-        return np.stack([np.minimum(masks.sum(axis=1), 1), masks.sum(axis=1)], axis=1).astype(float)
-
-    assert permutation_shapley(games, 5, permutations=10, seed=0, truncation=0.5).truncated == 0
-
-
-@pytest.mark.parametrize(
-    ("n_players", "utility", "error", "message"),
-    [
-        (17, glove, SettingsError, "players: got 17"),
-        (3, lambda masks: np.zeros(3), ShapeError, r"shape \(3,\) for 8 subsets"),
-        (3, lambda masks: np.where(masks @ [1, 2, 4] == 5, np.nan, 0.0), ModelError, r"nan for players \[0, 2\]"),
-    ],
-)
-def test_a_game_that_cannot_be_enumerated_is_refused(n_players, utility, error, message):
-    with pytest.raises(error, match=message):
-        exact_shapley(utility, n_players)

@@ -16,15 +16,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from experiments.finetune.features import Features, features_of
 from experiments.finetune.methods import FORWARD, method_scores, pretrained_artifact
-from experiments.finetune.prepare import prepared
 from experiments.finetune.scores import Sides, input_kernel, pooled_kernel, token_kernel
-from experiments.finetune.setting import ENVIRONMENTS, LENGTH, Name, open_corpus, target_settings
 from experiments.kernel_names import KERNEL_OF
+from experiments.worlds.artifacts import shares
+from experiments.worlds.prepare import prepared
+from experiments.worlds.setting import ENVIRONMENTS, LENGTH, Name, open_corpus, target_settings
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.models.tokenizer import HfTokenizer
-from grasp.retraining.plan import row_names
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 from grasp.settings import TargetSettings
@@ -137,14 +137,3 @@ def _features(
     if not path.exists():
         features_of(model, ids, first_N, **how).save(path)
     return Features.load(path)
-
-
-def shares(environment: RetrainedRuns, store: RowStore, utilities: Utilities) -> F64:
-    label, labels = environment.label, None  # that subsets were drawn by
-    if label is not None:
-        labels = [value for k in range(store.n_shards) for value in store.table(k).column(label).to_pylist()]
-    blocks = list(environment.subset_blocks(row_names(store), labels))
-    ids = [subset for block in blocks for subset in block.subset_ids]
-    weight_BN = np.concatenate([block.weights_BN.toarray() for block in blocks])
-    weight_BN = weight_BN[[ids.index(subset) for subset in utilities.subset_ids]]
-    return np.asarray(weight_BN / weight_BN.sum(axis=1, keepdims=True))

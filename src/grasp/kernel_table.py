@@ -1,0 +1,60 @@
+"""The table of kernels: which a build computes, and with which weights predictions combine them.
+
+Both depend on the training that is predicted: a *new model*, trained from scratch on the corpus, or *further training*
+of an existing one. Evidence: experiments/lds_main, experiments/finetune, experiments/replay.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+_NEW = {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
+_BACKWARD = {"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0}
+_FORWARD = {"output_layer": 1.0, "embedding": 1.0, "hidden_bias": 1.0, "hidden_linear": 1.0}
+
+# Weights of the kernels, by rule and kind of training (None: models of readers).
+WEIGHTS: dict[tuple[str, str | None], dict[str, float]] = {
+    ("default", "new"): _NEW,
+    ("forward", "new"): _NEW,
+    ("default", "further"): _BACKWARD,
+    ("forward", "further"): _FORWARD,
+    ("default", None): {"output_layer": 1.0},
+    ("forward", None): {"output_layer": 1.0},
+}
+SKETCHES = ("hidden_sketch", "residual_sketch")  # computed by every build, for redundancy, maps and intervals
+
+REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
+REPLAY_WEIGHT = 4.0  # its weight for further training
+NEW_MODEL_REPLAY_WEIGHT = 1.0  # for a new model, chosen on cc-topic
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRule:
+    """How predictions combine the kernels of an artifact (`match: auto`); a build records it in the manifest.
+
+    Attributes:
+        weights: weight of each kernel.
+        for_new_model: whether a new model is predicted, which knn is computed for only.
+    """
+
+    weights: dict[str, float]
+    for_new_model: bool
+
+    @classmethod
+    def of(cls, kernels: Sequence[str]) -> Self:
+        """Return the rule of an artifact with these kernels: the weights of the table, as far as the kernels exist.
+
+        Without output_layer, which another rule built, all weights are 1.
+        """
+        if "output_layer" in kernels:
+            row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
+            weights = {kernel: weight for kernel, weight in row.items() if kernel in kernels}
+        else:
+            weights = dict.fromkeys(kernels, 1.0)
+        return cls(weights, "knn" in kernels and "gradient" not in kernels)
+
+    def with_replay(self, *, estimate: bool) -> dict[str, float]:
+        """Return the weights for targets with a replay; for a new model, an estimate for other questions has none."""
+        if self.for_new_model and estimate:
+            return self.weights
+        return self.weights | {REPLAY: NEW_MODEL_REPLAY_WEIGHT if self.for_new_model else REPLAY_WEIGHT}
