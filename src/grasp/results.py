@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_ROWS_SHOWN = 20
+NOTES_SHOWN = 3  # notes that are printed, the most important first
 _NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?\s?%?|-|nan", re.IGNORECASE)
 FORMULA_PREFIX = r"^[=+\-@\t\r]"  # beginning of a cell that a spreadsheet would evaluate
 
@@ -31,12 +32,14 @@ class Result:
     Attributes:
         table: the numbers; rows are named by their row_id, never by position.
         headline: the answer in one sentence.
-        notes: provenance and warnings, one sentence each, printed below the table.
+        all_notes: print all notes and details; the command line sets it by `--notes`.
+        notes: warnings and provenance, one sentence each, the most important first, printed below the table.
         signs: whether its numbers are changes, which are printed with a sign.
         figures: caption and data URL of each figure, which HTML shows above the table; None: it is not available.
     """
 
     max_printed: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
+    all_notes: ClassVar[bool] = False
     table: pa.Table
     headline: str = ""
     notes: tuple[str, ...] = ()
@@ -87,6 +90,16 @@ class Result:
         )
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
         return f"{figures}<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
+
+    def _first_notes(self) -> list[str]:
+        """Return the first notes and how many more there are, or all with `all_notes`."""
+        n_more = 0 if Result.all_notes else len(self.notes) - NOTES_SHOWN
+        if n_more <= 0:
+            return list(self.notes)
+        return [
+            *self.notes[:NOTES_SHOWN],
+            f"... and {n_more} more note{'s' * (n_more > 1)} (--notes; in Python .notes)",
+        ]
 
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the first rows as text."""

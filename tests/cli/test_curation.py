@@ -13,6 +13,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import UNSIGNED, entry_of, with_checksum
+from grasp.results import Result
 from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.targets import Unit
@@ -86,6 +87,20 @@ def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
         read_summary(SelectionSummary, path, ArtifactReader.open(art))
 
 
+@pytest.fixture(autouse=True)
+def first_notes(monkeypatch):
+    monkeypatch.setattr(Result, "all_notes", False)
+
+
+def test_select_prints_few_lines_and_all_of_them_with_notes(art):
+    command = ("select", art, "--budget", "25%", "--target", "facts")
+    few, notes = succeed(*command).lines, succeed(*command, "--notes").lines
+    assert len(few) <= 8
+    assert few[-1].endswith("(--notes; in Python .notes)")
+    assert {*few[:-1]} < {*notes}
+    assert any(line.startswith("other budgets") for line in notes)
+
+
 def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
     out = succeed("select", art, "--budget", "10", "--target", "facts", "--by", "row_id").out
     assert out.count("row-") == 30
@@ -98,7 +113,7 @@ def test_select_respects_floors_caps_and_exclusions(art, tmp_path):
     (tmp_path / "none.txt").write_text("\n")
     out = tmp_path / "kept.parquet"
     flags = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
-    limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20")
+    limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20", "--notes")
     outcome = succeed("select", art, *flags, *limits, "--out", out)
     table = pq.read_table(out)
     topics = table["topic"].to_pylist()
@@ -110,7 +125,7 @@ def test_select_respects_floors_caps_and_exclusions(art, tmp_path):
     assert_mentions(outcome.lines, "topic = 'earth' AND n_tokens < 20: ")
     (life,) = [cells(line) for line in outcome.lines if line.startswith("life ")]
     assert (life[1], *life[-2:]) == (str(topics.count("life")), "-", "3")
-    printed = succeed("select", art, *flags, "--exclude", tmp_path / "none.txt").lines
+    printed = succeed("select", art, *flags, "--exclude", tmp_path / "none.txt", "--notes").lines
     assert_mentions(printed, f"{tmp_path / 'none.txt'}: ", "empty")
 
 
@@ -161,7 +176,7 @@ def test_select_reports_text_in_no_row_and_replaced_files(art, tmp_path, monkeyp
     monkeypatch.setitem(counts, "short_end", 2)
     monkeypatch.setitem(counts, "empty", 1)
     monkeypatch.setattr(grasp, "open", lambda _: opened)
-    command = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet")
+    command = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet", "--notes")
     rows, whole = succeed(*command), succeed(*command, "--documents", "any", "--export", "kept")
     assert_mentions(rows.lines, "2 short last rows of long documents", "1 empty")
     assert "short last rows" not in whole.out  # they come along
@@ -169,7 +184,7 @@ def test_select_reports_text_in_no_row_and_replaced_files(art, tmp_path, monkeyp
 
 
 def test_a_budget_in_tokens_reports_the_unused_tokens(art):
-    out = succeed("select", art, "--target", "facts", "--by", "topic", "--budget", "50%tokens").out
+    out = succeed("select", art, "--target", "facts", "--by", "topic", "--budget", "50%tokens", "--notes").out
     share = SHARES.search(out)
     assert share is not None
     artifact = ArtifactReader.open(art)
@@ -263,7 +278,7 @@ def test_intervals_in_nats_are_columns_next_to_the_change(command, art, env, tmp
     assert target["nats_low"] < target["nats"] < target["nats_high"]
     line = cells(next(line for line in out.splitlines() if line.startswith("facts ")))
     assert line[-3:] == [f"{target[end]:+.4f}" for end in ("nats", "nats_low", "nats_high")]
-    assert_mentions(" ".join(out.split()), "dev", "recipe tiny", "2 seeds")
+    assert_mentions(" ".join(json.loads((tmp_path / "r.json").read_text())["notes"]), "dev", "recipe tiny", "2 seeds")
 
 
 def test_mixtures_outside_the_runs_are_reported(art, tmp_path):

@@ -72,7 +72,7 @@ def test_help_names_every_command_in_a_group():
         (["predict"], "ART"),
         (["predict", "art", "--byy", "topic"], "--byy"),
         (["retrain", "--family", "uniform:0.5", "-B", "0", "--out", "env"], "-B"),
-        (["distil", "art", "--seed", "one", "--out", "s"], "--seed"),
+        (["score", "art", "--target", "facts", "--top", "one"], "--top"),
         (["score", "art", "--target", "facts", "--top", "-1"], "--top"),
         (["bild"], "bild"),
     ],

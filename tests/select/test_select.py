@@ -67,7 +67,7 @@ def test_the_curve_shows_the_last_row_and_all_rows_at_every_budget():
     np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
     above = int((effect_N > 0).sum())
     assert f"{above:,} of the 40 candidate rows are above the corpus average" in got.notes
-    assert re.search(r"last row", repr(got))
+    assert "last row" in got._shown_curve()
     assert got.table.column_names[3:5] == ["order", "effect"]
 
 
@@ -83,7 +83,7 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     values = repeated(means, np.arange(1, 301) / 300, epochs)
     assert len(got) == int(np.argmax(values)) + 1
     assert got.value == pytest.approx(float(values.max()), rel=1e-5)
-    assert f"budget: {len(got)} rows" in got.notes[0]
+    assert any(f"budget: {len(got)} rows" in note for note in got.notes)
     assert f"{trained / got.n_tokens:.2g} epochs in" in got.headline
     half, repeats = (selected(source, chosen, "50%", train_tokens=t).value for t in (None, int(trained)))
     assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
@@ -111,7 +111,7 @@ def test_a_budget_is_proposed_within_floors_and_caps():
             values[size] = selected(source, chosen, str(size), **limits).value
     assert got.value >= 0.999 * max(values.values())
     assert got.value == pytest.approx(values[len(got)])
-    assert f"budget: {len(got)} rows" in got.notes[0]
+    assert any(f"budget: {len(got)} rows" in note for note in got.notes)
 
 
 def test_the_selection_is_proven_optimal():
@@ -290,7 +290,7 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert sum(label["selected"] for label in got.labels.to_pylist()) == 5
     assert got.guarantee == "whole documents, by the mean effect of their rows"
     assert list(got.curve.effect) == sorted(got.curve.effect, reverse=True)  # of whole documents
-    assert "last document" in repr(got)
+    assert "last document" in got._shown_curve()
     assert any("19 candidate documents" in note for note in got.notes)
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("in part" in note for note in got.notes)
@@ -301,11 +301,7 @@ def test_omitted_rows_are_reported_worst_first(tmp_path):
     source = World()
     got = selected(source, protocol(), "25%")
     left = [i for i in range(40) if f"r{i}" not in got.row_ids]
-    gone = {topic: sum(source.topics[i] == topic for i in left) for topic in source.topics}
-    whole = {topic: source.topics.count(topic) for topic in gone}
-    (line,) = [note for note in got.notes if note.startswith("not selected: 30 of 40 rows (75.0 %), mean effect -")]
-    far = [t for t in gone if gone[t] / whole[t] > 0.75 + 2 * np.sqrt(0.75 * 0.25 / whole[t])]
-    assert ("topic" in line) is bool(far)  # three quarters go of every topic, and none stands out
+    assert any(note.startswith("not selected: 30 of 40 rows (75.0 %), mean effect -") for note in got.notes)
     of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
     (cut,) = [note for note in got.notes if "in part" in note]
     assert f"{of.count(1)} of 20 documents are selected in part" in cut
@@ -315,20 +311,6 @@ def test_omitted_rows_are_reported_worst_first(tmp_path):
     table = pq.read_table(tmp_path / "gone.parquet")
     assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
     assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
-
-
-@pytest.mark.parametrize(("seed", "lost", "named"), [(0, 10, True), (1, 4, False)])
-def test_values_with_above_average_losses_are_named(seed, lost, named):
-    source = World(seed=seed)
-    topics = ["lone" if i < 10 else f"t{i % 2}" for i in range(40)]
-    source.topics[:] = topics
-    effect = np.arange(40.0)
-    effect[:lost] = -1.0  # the worst rows are all of one topic, or some of it
-    order = np.random.default_rng(seed).permutation(np.arange(lost, 40))
-    effect[order] = np.arange(40 - lost)
-    source.arrays = {name: np.tile(effect[:, None], (1, array.shape[1])) for name, array in source.arrays.items()}
-    (line,) = [note for note in selected(source, protocol(), "50%").notes if note.startswith("not selected")]
-    assert ("lone (10 of 10)" in line) is named
 
 
 @pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])

@@ -28,7 +28,7 @@ GROUPS = {
     "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
 }
 OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
-QUIET = "--quiet"  # an option of all commands
+QUIET, NOTES = "--quiet", "--notes"  # options of all commands
 OPTIONS = "Options"
 MORE_OPTIONS = "More options"
 
@@ -49,12 +49,16 @@ class Command(TyperCommand):
     """A command with a section for rarely used options; Ctrl-C prints what was saved."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; every command accepts --quiet."""
+        """Parse the arguments; every command accepts --quiet and --notes."""
         if QUIET in args:
             from grasp.progress_display import Watch
 
             Watch.quiet = True
-        return super().parse_args(ctx, [argument for argument in args if argument != QUIET])
+        if NOTES in args:
+            from grasp.results import Result
+
+            Result.all_notes = True
+        return super().parse_args(ctx, [argument for argument in args if argument not in (QUIET, NOTES)])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; if it is interrupted, print whether its work is kept."""
@@ -109,6 +113,7 @@ class CommandGroups(TyperGroup):
 app = typer.Typer(
     name="grasp",
     cls=CommandGroups,
+    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -118,7 +123,7 @@ app = typer.Typer(
     ),
     epilog=(
         "Start with: grasp demo. More about a command: grasp COMMAND --help. "
-        "Every command accepts --quiet: plain lines instead of a progress bar."
+        "Every command accepts --quiet, plain lines instead of a progress bar, and --notes, all notes on a result."
     ),
 )
 

@@ -141,7 +141,8 @@ def mix(
     "grasp distil art --target sciq --out scorer",
     "grasp info scorer",
     verb="grasp.distil.distil",
-    more="protocol seed",
+    more="protocol",
+    python="seed",
 )
 def distil(art: Art, **params: Any) -> None:
     with Watch() as watch:
@@ -153,6 +154,7 @@ def distil(art: Art, **params: Any) -> None:
     "grasp apply scorer --corpus crawl.parquet --out scored",
     "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
     verb="grasp.distil.apply",
+    python="id_column",
 )
 def apply(
     scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory written by grasp distil."),

@@ -155,31 +155,22 @@ class Exporter:
             documents = select_documents(rows, selected_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
             say(documents.describe(rule))
-        written = self._write_documents(documents, out, provenance)
-        if rule is None or left_out:
-            return written
-        return _with_note_on_size(written, documents.tokens, selection.n_tokens)
-
-    def _write_documents(self, documents: "DocumentSelection", out: Path, provenance: dict[str, Any]) -> Export:
-        """Write the records of documents, and their ids if requested."""
         if self.ids is not None:
             documents.write_ids(self.ids)
-        provenance |= {} if self.rule is None else {"documents": self.rule}
+        provenance |= {} if rule is None else {"documents": rule}
         records = iter_records(self.corpus, documents.mask_M)
         written = write_corpus(out, self.format, "documents", records, documents.tokens, provenance, self.shard_size)
+        note = ""
         if self.corpus.fields is not None and self.corpus.fields.origin:
-            written = replace(written, note=_entry_note(self.corpus.fields.origin, out))
-        return written
-
-
-def _with_note_on_size(written: Export, document_tokens: int, row_tokens: int) -> Export:
-    """Add a note if whole documents have clearly more or fewer tokens than the selected rows."""
-    difference = document_tokens / row_tokens - 1
-    if abs(difference) <= TOKENS_TOLERANCE:
-        return written
-    more = "more" if difference > 0 else "fewer"
-    note = f", {abs(difference):.0%} {more} than the selected rows ({row_tokens:,}); to select whole "
-    return replace(written, note=f"{note}documents within the budget, pass --documents all{written.note}")
+            note = _entry_note(self.corpus.fields.origin, out)
+        difference = documents.tokens / selection.n_tokens - 1
+        if rule is not None and not left_out and abs(difference) > TOKENS_TOLERANCE:
+            more = "more" if difference > 0 else "fewer"
+            note = (
+                f", {abs(difference):.0%} {more} than the selected rows ({selection.n_tokens:,}); to select whole "
+                f"documents within the budget, pass --documents all{note}"
+            )
+        return replace(written, note=note)
 
 
 def parse_document_rule(text: str) -> Rule:
@@ -434,9 +425,13 @@ class _OtherColumns:
 
     def _chunk_with(self, document: int) -> Chunk:
         """Read on to the chunk that contains a document."""
-        while self._chunk is None or document >= self._chunk.index + _length(self._chunk):
+        while True:
+            chunk = self._chunk
+            if chunk is not None:
+                n_records = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
+                if document < chunk.index + n_records:
+                    return chunk
             self._chunk = next(self._chunks)
-        return self._chunk
 
     def _select(self, schema: pa.Schema, name: str) -> Sequence[str]:
         """Select the columns of a table file to read, and remember their names."""
@@ -448,11 +443,6 @@ class _OtherColumns:
         content = content_columns(self._settings, dict.fromkeys(columns), location)
         ids = {*id_columns(self._settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
-
-
-def _length(chunk: Chunk) -> int:
-    """Return the number of records of a chunk."""
-    return 1 if isinstance(chunk, JsonRecord) else int(chunk.batch.num_rows)
 
 
 def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:

@@ -105,7 +105,7 @@ class Mixture(OptimizationResult):
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values: {now:.1%} now, {proposed:.1%} proposed in total")
-        return "\n".join([*lines, self._shown_changes(), *map(plain, self.notes)])
+        return "\n".join([*lines, self._shown_changes(), *map(plain, self._first_notes())])
 
 
 def mix(
@@ -165,13 +165,19 @@ def mix(
     optimum = optimized.optimum
     if gap > MAX_RELATIVE_GAP * abs(value):
         optimum += f" (up to a gap of {gap:.3f})"
-    messages = [*protocol_notes, *_mixture_notes(slices, column.note, max_repeat), *optimized.notes]
     repetition = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
     if tokens is None:
-        messages.append(f"{repetition} in one epoch")
+        messages = [f"{repetition} in one epoch"]
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
-        messages.append(f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}")
+        messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
+    messages += [
+        *notes,
+        *protocol_notes,
+        *optimized.notes,
+        *_mixture_notes(slices, column.note, max_repeat),
+        *objective.provenance,
+    ]
     moved = 0.5 * float(np.abs(optimized.p_G - current_G).sum())
     params = {
         "by": by,
@@ -194,7 +200,7 @@ def mix(
             }
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
-        (*messages, *notes),
+        tuple(messages),
         **objective.result_fields(changes, value, params),
         label=slices.label,
         optimum=optimum,

@@ -247,7 +247,7 @@ class SelectionObjective:
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
-            Table `OptimizationResult.targets`, and notes.
+            Table `OptimizationResult.targets`, and notes on intervals, extrapolation and reliability.
         """
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         # Reliability says how far a change carries over to other questions if single rows are selected by the known
@@ -266,23 +266,19 @@ class SelectionObjective:
             assert interval is not None
             interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
         else:
-            run_columns, interval_notes = self._evaluate_by_runs(self.run_model, name, weights)
-            columns |= run_columns
+            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
+
+            predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
+            extrapolation.add([name], predicted)
+            columns |= {end: pa.array(value_BT[0], from_pandas=True) for end, value_BT in predicted.columns.items()}
+            interval_notes = extrapolation.notes
         reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        notes = (*interval_notes, *reliability_notes, *prediction_notes(self.predictor, self.run_model))
-        return pa.table(columns), notes
+        return pa.table(columns), (*interval_notes, *reliability_notes)
 
-    @staticmethod
-    def _evaluate_by_runs(
-        run_model: "OutcomePredictor", name: str, weights: Weights
-    ) -> tuple[dict[str, pa.Array], tuple[str, ...]]:
-        """Return the columns of the change that the runs predict, with its interval, and notes on extrapolation."""
-        from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
-
-        predicted, extrapolation = run_model.predict(weights), ExtrapolationLog()
-        extrapolation.add([name], predicted)
-        columns = {column: pa.array(value_BT[0], from_pandas=True) for column, value_BT in predicted.columns.items()}
-        return columns, extrapolation.notes
+    @property
+    def provenance(self) -> tuple[str, ...]:
+        """Return notes on the predictor, its runs, unit and protocol."""
+        return prediction_notes(self.predictor, self.run_model)
 
     def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of an `OptimizationResult` that do not depend on its kind."""

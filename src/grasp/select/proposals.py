@@ -114,7 +114,13 @@ def propose_runs(
         largest_G, notes = repetition_caps(
             artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
-    share_CG = _candidates(model, *share_bounds(label, values, floor, cap, largest_G), rng)
+    low_G, high_G = share_bounds(label, values, floor, cap, largest_G)
+    # random mixtures around the mean of the runs, within the bounds and, if possible, with a prediction
+    mean_G = model.share_RG.mean(axis=0)
+    drawn = [draw_dirichlet_shares(rng, np.maximum(mean_G, 1e-3)) for _ in range(CANDIDATES)]
+    share_CG = model.move_into_range(
+        project_to_bounds(np.stack(drawn), low_G, high_G), project_to_bounds(mean_G[None], low_G, high_G)[0]
+    )
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
     share_KG = share_CG[selected_K]
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
@@ -132,14 +138,6 @@ def propose_runs(
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
-
-
-def _candidates(model: MixtureModel, low_G: F64, high_G: F64, rng: np.random.Generator) -> F64:
-    """Draw random mixtures around the mean of the runs, within bounds and, if possible, with a prediction, (C, G)."""
-    mean_G = model.share_RG.mean(axis=0)
-    drawn = [draw_dirichlet_shares(rng, np.maximum(mean_G, 1e-3)) for _ in range(CANDIDATES)]
-    share_CG = project_to_bounds(np.stack(drawn), low_G, high_G)
-    return model.move_into_range(share_CG, project_to_bounds(mean_G[None], low_G, high_G)[0])
 
 
 def _write_as_subsets(

@@ -124,12 +124,13 @@ def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: Shar
     items = items if first is None else chain([first], items)
     if form.kind in ("json", "jsonl") and not isinstance(first, pa.Table):
         return _write_text(out, form, items, size, ())
-    if form.kind == "parquet":
-        return _count_rows(_write_parquet(out, items, size))
-    shards = out / "shards"
-    shards.mkdir()
-    tables = _write_parquet(shards, items, ShardSize())
-    n_records = _count_rows(tables)
+    is_final = form.kind == "parquet"
+    shards = out if is_final else out / "shards"
+    shards.mkdir(exist_ok=True)
+    tables = _write_parquet(shards, items, size if is_final else ShardSize())
+    n_records: int = sum(pq.read_metadata(file).num_rows for file in tables)
+    if is_final:
+        return n_records
     if form.kind == "datasets":
         _save_as_dataset(tables, shards / "cache", out)
     else:
@@ -137,11 +138,6 @@ def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: Shar
         _write_text(out, form, _read_records(tables), size, names)
     discard(shards)
     return n_records
-
-
-def _count_rows(tables: Iterable[Path]) -> int:
-    """Return the number of rows of Parquet files."""
-    return sum(pq.read_metadata(file).num_rows for file in tables)
 
 
 def _read_records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:

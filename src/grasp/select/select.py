@@ -29,7 +29,6 @@ from grasp.artifact.rows import (
     length_column,
     length_unit,
     row_documents,
-    suggest_labels,
 )
 from grasp.errors import SettingsError
 from grasp.predict.scoring_rule import ScoringProtocol
@@ -57,9 +56,6 @@ if TYPE_CHECKING:
 SUBSET = "selection"
 PARTIAL_REASONS = ("short_end", "cut", "cut_begin", "cut_end")  # reasons for skipping a part of a document
 SHORT_SHARE = 0.01  # share of short rows above which a note is added
-# Label values that lose more rows than the corpus does: maximum number that are named, their minimum share of the rows,
-# and the number of standard errors by which their loss must exceed that of the corpus.
-MAX_VALUES_NAMED, MIN_VALUE_SHARE, MIN_STANDARD_ERRORS = 3, 0.01, 2.0
 UNUSED_SHARE = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
 # A bare number up to this share of the corpus, and at most 100, may have been meant as a percentage.
 AMBIGUOUS_SHARE, MAX_PERCENTAGE = 0.01, 100
@@ -185,13 +181,11 @@ def _build_selection(
             f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
             "many new rows"
         )
-    selection_notes = _selection_notes(
-        objective, selected, None if labels is None else labels.name, export_documents=export_documents
-    )
+    selection_notes = _selection_notes(objective, selected, export_documents=export_documents)
     return Selection(
         table,
         f"keeps {headline}",
-        (*notes, *selection_notes, *value_notes, *change_notes),
+        (*value_notes, *change_notes, *notes, *selection_notes, *objective.provenance),
         **objective.result_fields(changes, value, params),
         curve=value_curve(objective, selected.items, selected.ranked_rows, len(row_index)),
         labels=None if labels is None else _label_table(selected.constraints, selected.item_index_P),
@@ -343,13 +337,10 @@ def _percentage_note(amount: Amount, n_rows: int) -> list[str]:
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _selection_notes(
-    objective: SelectionObjective, selected: _SelectedItems, by: str | None, *, export_documents: bool
-) -> list[str]:
+def _selection_notes(objective: SelectionObjective, selected: _SelectedItems, *, export_documents: bool) -> list[str]:
     """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
 
     Args:
-        by: label that floors and caps refer to.
         export_documents: documents are exported whole, so partially selected ones need no note.
     """
     artifact, constraints = objective.artifact, selected.constraints
@@ -362,12 +353,7 @@ def _selection_notes(
     dropped_N = ~mask_of(row_index, artifact.n_rows)
     if dropped_N.any():
         mean = float(objective.effect_N[dropped_N].mean())
-        label = next(iter([by] if by else suggest_labels(artifact)), None)
-        values = "" if label is None else _most_reduced_values(label_column(artifact, label), dropped_N)
-        messages.append(
-            f"not selected: {share_text(int(dropped_N.sum()), len(dropped_N))}, mean effect {mean:+.3f}"
-            + (f"; mainly {label} {values}" if values else "")
-        )
+        messages.append(f"not selected: {share_text(int(dropped_N.sum()), len(dropped_N))}, mean effect {mean:+.3f}")
     if (n_short := count_short_rows(artifact, row_index)) > SHORT_SHARE * len(row_index):
         length = length_column(artifact)
         messages.append(
@@ -375,47 +361,20 @@ def _selection_notes(
             f'relevance is noisy; exclude them with --exclude-where "{length} < {MIN_RELIABLE_TOKENS}"'
         )
     if not export_documents:
-        messages += _partial_documents_note(row_documents(artifact), row_index)
+        document_N = row_documents(artifact)
+        n_rows_D = np.bincount(document_N)
+        n_selected_D = np.bincount(document_N[row_index], minlength=len(n_rows_D))
+        if n_partial := int(((n_selected_D > 0) & (n_selected_D < n_rows_D)).sum()):
+            messages.append(
+                f"{n_partial:,} of {len(n_rows_D):,} documents are selected in part; for whole documents, pass a "
+                "budget such as 20%documents, or export with --documents half"
+            )
     counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
     if export_documents:  # the records of partially read documents are exported whole
         counts = {reason: count for reason, count in counts.items() if reason not in PARTIAL_REASONS}
     if counts:
         messages.append(f"not considered, because no row contains them: {skipped_text(counts)}")
     return messages
-
-
-def _most_reduced_values(label: LabelColumn, dropped_N: Bool) -> str:
-    """Return the label values that lose a larger share of rows than the corpus, by more than a random draw would.
-
-    Args:
-        label: label column of the corpus.
-        dropped_N: rows that are not selected.
-
-    Returns:
-        Text such as `Games (900 of 1,000)`, largest share first; empty if there is no such value.
-    """
-    dropped_G, counts_G = np.bincount(label.codes_N, dropped_N, len(label.values)), label.counts
-    rate_G, corpus_rate = dropped_G / np.maximum(counts_G, 1), float(dropped_N.mean())
-    standard_error_G = np.sqrt(corpus_rate * (1 - corpus_rate) / np.maximum(counts_G, 1))
-    is_large_G = counts_G >= MIN_VALUE_SHARE * len(dropped_N)
-    excess_G = np.where(is_large_G, (rate_G - corpus_rate) / (standard_error_G + 1e-12), 0.0)  # in standard errors
-    largest_first = np.lexsort((-dropped_G, -rate_G)).tolist()
-    worst = [g for g in largest_first if excess_G[g] > MIN_STANDARD_ERRORS][:MAX_VALUES_NAMED]
-    names = label.names()
-    return ", ".join(f"{names[g]} ({dropped_G[g]:,.0f} of {counts_G[g]:,})" for g in worst)
-
-
-def _partial_documents_note(document_N: I64, row_index: I64) -> list[str]:
-    """Return a note if documents are selected in part."""
-    n_rows_D = np.bincount(document_N)
-    n_selected_D = np.bincount(document_N[row_index], minlength=len(n_rows_D))
-    n_partial = int(((n_selected_D > 0) & (n_selected_D < n_rows_D)).sum())
-    if not n_partial:
-        return []
-    return [
-        f"{n_partial:,} of {len(n_rows_D):,} documents are selected in part; for whole documents, pass a budget such "
-        "as 20%documents, or export with --documents half"
-    ]
 
 
 def _label_table(constraints: Constraints, selected_P: I64) -> pa.Table:

@@ -135,6 +135,20 @@ class Selection(OptimizationResult):
         }
 
     def __repr__(self) -> str:
+        parts = [plain(self.headline), self._shown_changes()]
+        if self.labels is not None:
+            ordered = self.labels.sort_by([("selected", "descending")])
+            title = f"selected per value, in {self.params['unit']}"
+            parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
+            if len(rest := ordered.slice(VALUES_SHOWN)):
+                parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
+        if self.all_notes:
+            parts += [self._shown_curve(), plain(self.guarantee)]
+        parts += map(plain, self._first_notes())
+        return "\n".join(part for part in parts if part)
+
+    def _shown_curve(self) -> str:
+        """Format the value of other sizes as text."""
         curve, n = self.curve, len(self.curve.rows)
         step = max(1, n // CURVE_SHOWN)
         selected_point = {k for k, rows in enumerate(curve.rows) if rows == len(self)}
@@ -151,13 +165,4 @@ class Selection(OptimizationResult):
         ]
         item = "document" if self.params["items"] == "documents" else "row"
         title = f"other budgets: effect of the last {item} (0 = the corpus average), and value of the whole selection"
-        headings = ("rows", "share", "tokens", f"last {item}", "value")
-        parts = [plain(self.headline), self._shown_changes(), text_table(title, headings, budgets, left=0)]
-        if self.labels is not None:
-            ordered = self.labels.sort_by([("selected", "descending")])
-            title = f"selected per value, in {self.params['unit']}"
-            parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
-            if len(rest := ordered.slice(VALUES_SHOWN)):
-                parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
-        parts += [plain(self.guarantee), *map(plain, self.notes)]
-        return "\n".join(part for part in parts if part)
+        return text_table(title, ("rows", "share", "tokens", f"last {item}", "value"), budgets, left=0)
