@@ -202,6 +202,19 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_name(checkpoint, tmp_pat
         ReferenceModel.load(ModelSettings(path=str(place), device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "size"),
+    [("gpt2", "n_positions", 10**12), ("gpt2", "n_layer", 10**9), ("opt", "max_position_embeddings", 10**9)],
+)
+def test_sizes_for_which_a_checkpoint_lacks_the_weights_are_refused_at_once(tmp_path, kind, name, size):
+    config = AutoConfig.for_model(kind, **{**SHAPE, **ARCHITECTURES.get(kind, {})})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: size}))
+    with pytest.raises(ModelError, match=f"{name} 1,000.*weights"):
+        ReferenceModel.load(ModelSettings(path=str(tmp_path), device="cpu"))
+
+
 def test_a_tokenizer_may_have_more_entries_than_the_model(checkpoint, tmp_path):
     """Only token ids beyond the vocabulary that occur in a text or unit are refused."""
     place = shutil.copytree(checkpoint, tmp_path / "model")

@@ -1,7 +1,7 @@
 """Load Hugging Face checkpoints from disk or from a hub: models, tokenizers, adapters.
 
-A checkpoint is refused if transformers would initialise some of its weights randomly. A PEFT adapter is merged into its
-base model. Start with `load_causal_lm`.
+A checkpoint is refused if transformers would initialise some of its weights randomly, or if its config needs more
+weights than it has. A PEFT adapter is merged into its base model. Start with `load_causal_lm`.
 """
 
 import json
@@ -43,6 +43,9 @@ LOADING_ERRORS = (
     # invalid fields of config.json: of a wrong type, zero or negative
     *(StrictDataclassError, TypeError, AttributeError, ArithmeticError, AssertionError),
 )
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+SIZES = re.compile(r"vocab_size|intermediate_size|n_inner|n_positions|max_position_embeddings|.*layers?")
+FREE_POSITIONS = 1 << 28  # positions x width that are always allowed: many models have no table of positions
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -102,6 +105,7 @@ def load_checkpoint(
     """
     name = settings.path if name is None else name
     arguments = _load_arguments("model.path", name, settings)
+    _check_weight_size(Path(arguments["pretrained_model_name_or_path"], arguments.get("gguf_file", "")))
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     model, report = _from_pretrained(auto_class, "model.path", problem, arguments, **options)
     # transformers initialises missing weights randomly, which is useless for a reference model
@@ -141,6 +145,7 @@ def check_readable(name: str) -> None:
         fault = f"is a {architectures[0]}, not a causal LM{_reader_hint()}"
     if fault:
         raise ModelError(f"model.path: `{name}` {fault}")
+    _check_weight_size(Path(name))
 
 
 def _reader_hint() -> str:
@@ -327,6 +332,22 @@ def _check_local(field: str, name: str) -> bool:
     if fault:
         raise ModelError(f"{field}: `{name}`{fault}")
     return path.exists()
+
+
+def _check_weight_size(path: Path) -> None:
+    """Refuse a config whose sizes exceed the size of the weight files; creating such a model could exhaust memory."""
+    config = _read_json(path / "config.json")
+    # a weight has at least 4 bits
+    max_weights = 2 * sum(file.stat().st_size for file in path.glob("*") if file.suffix in (*WEIGHT_SUFFIXES, ".gguf"))
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):  # e.g. text_config
+        width = max((section[name] for name in WIDTHS if isinstance(section.get(name), int)), default=0)
+        for field, value in section.items():
+            limit = max(max_weights, FREE_POSITIONS if "position" in field else 0)
+            if SIZES.fullmatch(field) and isinstance(value, int) and value * width > limit and max_weights > 0:
+                raise ModelError(
+                    f"model.path: `{path}` has a config.json with {field} {value:,} and a width of {width:,}, for which "
+                    "it has too few weights; fix the config, or save the whole checkpoint again"
+                )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
