@@ -345,8 +345,8 @@ def _check_weight_size(path: Path) -> None:
             limit = max(max_weights, FREE_POSITIONS if "position" in field else 0)
             if SIZES.fullmatch(field) and isinstance(value, int) and value * width > limit and max_weights > 0:
                 raise ModelError(
-                    f"model.path: `{path}` has a config.json with {field} {value:,} and a width of {width:,}, for which "
-                    "it has too few weights; fix the config, or save the whole checkpoint again"
+                    f"model.path: `{path}` has a config.json with {field} {value:,} and a width of {width:,}, for "
+                    "which it has too few weights; fix the config, or save the whole checkpoint again"
                 )
 
 
