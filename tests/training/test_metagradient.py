@@ -145,7 +145,7 @@ def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_ro
     if curvature == "gauss-newton":
         jacobian = torch.autograd.functional.jacobian(logits, flat_P, vectorize=True)
         p = torch.softmax(logits(flat_P), dim=-1)
-        weight_P = training.label_logits(ids_BL, weight_BL).weight_P
+        weight_P = training.label_logits(ids_BL, weight_BL)[1].weight_P
         middle = weight_P[:, None, None] * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
         dense = torch.einsum("tvp,tvw,twq->pq", jacobian, middle, jacobian)
     else:

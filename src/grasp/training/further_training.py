@@ -123,7 +123,8 @@ def dpo_backward(training: AdamWTraining, pairs: TokenRows, reference_B: F64, be
     for start in range(0, n_pairs, micro_rows):
         sides = slice(2 * start, 2 * (start + micro_rows))
         with torch.enable_grad():
-            loss_S = training.label_logits(ids_SL[sides], weight_SL[sides]).row_losses()
+            logits_PV, labels = training.label_logits(ids_SL[sides], weight_SL[sides])
+            loss_S = labels.row_losses(logits_PV)
             margin_B = -(loss_S[::2] + loss_S[1::2])
             gain_B = margin_B - reference[start : start + micro_rows]
             loss = -F.logsigmoid(beta * gain_B).sum() / n_pairs
