@@ -187,7 +187,7 @@ class AdamWTraining:
         chunk = max(CHUNK_POSITIONS, 0 if self.device.type == "cpu" else CHUNK_ELEMENTS // self.vocab_size)
         losses = []
         tensors = (hidden_PH, labels.label_P[:, None], labels.weight_P[:, None])
-        for hidden, label, weight in zip(*(tensor.split(chunk) for tensor in tensors), strict=True):
+        for hidden, label, weight in zip(*(torch.split(tensor, chunk) for tensor in tensors), strict=True):
             logits = self.logits(hidden)
             # d loss / d logits = weight (p - onehot(label)), computed in the memory of p
             gradient = torch.softmax(logits.detach(), dim=1)
