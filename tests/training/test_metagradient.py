@@ -132,6 +132,19 @@ def test_retraining_with_a_changed_row_weight_changes_the_utility_by_the_derivat
         np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
 
 
+def test_a_head_that_runs_on_few_positions_has_the_gradient_of_autograd(monkeypatch):
+    training = AdamWTraining(tiny_model(tied=True), RECIPE)
+    ids_BL, weight_BL = a_batch()
+    logits_PV, labels = training.label_logits(ids_BL, weight_BL)
+    expected_B = labels.row_losses(logits_PV)
+    expected = torch.autograd.grad(expected_B.sum(), training.parameters)
+    monkeypatch.setattr("grasp.training.adamw.CHUNK_POSITIONS", 3)
+    loss_B = training.backward(ids_BL, weight_BL)
+    np.testing.assert_allclose(loss_B, expected_B.detach(), rtol=1e-12)
+    for gradient, wanted in zip(training.gradients(), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
+
+
 # ------------------------------------------------------------------------------------------------------- curvature
 
 
@@ -145,7 +158,7 @@ def test_products_equal_those_with_dense_matrices(curvature, tolerance, micro_ro
     if curvature == "gauss-newton":
         jacobian = torch.autograd.functional.jacobian(logits, flat_P, vectorize=True)
         p = torch.softmax(logits(flat_P), dim=-1)
-        weight_P = training.label_logits(ids_BL, weight_BL).weight_P
+        weight_P = training.label_logits(ids_BL, weight_BL)[1].weight_P
         middle = weight_P[:, None, None] * (torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
         dense = torch.einsum("tvp,tvw,twq->pq", jacobian, middle, jacobian)
     else:

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grasp.models.causal_lm import pad_rows
 from grasp.targets import UnitTokens
-from grasp.training.adamw import LabelLogits
+from grasp.training.adamw import Labels
 from grasp.training.metagradient import Target
 from grasp.training.recipe import OptimizerRecipe
 from tests.models.toy import InMemoryRows
@@ -153,9 +153,13 @@ def flat_losses(training, ids_BL, weight_BL):
         logits_BLV = torch.func.functional_call(training.model, replaced, kwargs={"input_ids": ids}).logits
         row_P, position_P = torch.from_numpy(weight_BL).nonzero(as_tuple=True)
         weight_P = torch.from_numpy(weight_BL)[row_P, position_P]
-        return LabelLogits(logits_BLV[row_P, position_P], ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
+        return logits_BLV[row_P, position_P], Labels(ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
 
-    return lambda flat_P: outputs(flat_P).row_losses(), lambda flat_P: outputs(flat_P).logits_PV
+    def losses(flat_P):
+        logits_PV, labels = outputs(flat_P)
+        return labels.row_losses(logits_PV)
+
+    return losses, lambda flat_P: outputs(flat_P)[0]
 
 
 def a_batch(lengths=(4, 6, 3)):

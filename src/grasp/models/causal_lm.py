@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grasp.arrays import I32, I64, Bool
 from grasp.errors import ModelError
 from grasp.models.checkpoint import device_of, dtype_name, dtype_of, load_causal_lm, text_config_of, tokenizer_of
-from grasp.models.head import TOLERANCE, output_head
+from grasp.models.head import TOLERANCE, OutputHead, output_head
 from grasp.models.tokenizer import HfTokenizer
 from grasp.settings import ModelSettings
 
@@ -121,33 +121,9 @@ class ReferenceModel:
         return self.run_body(ids_BL.to(self.device))
 
     def run_body(self, ids_BL: Tensor, **inputs: Tensor) -> Tensor:
-        """Run the model up to the output layer, and return the layer's input, (B, L, H), with its autograd graph.
-
-        Raises:
-            ModelError: the input of the layer is not one state per token.
-        """
+        """Return the inputs of the head, (B, L, H), with their autograd graph."""
         reset_ropes(self._dynamic_ropes)
-
-        head_inputs: list[Tensor] = []
-
-        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            head_inputs.append(next(iter((*args, *kwargs.values()))))
-            raise _HeadReachedError
-
-        handle = self.head.linear.register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            self.model(input_ids=ids_BL, use_cache=False, **inputs)
-        except _HeadReachedError:
-            pass
-        finally:
-            handle.remove()
-        (hidden_BLH,) = head_inputs
-        if hidden_BLH.shape != (*ids_BL.shape, self.hidden_size):
-            raise ModelError(
-                f"{type(self.model).__name__}: its output layer receives {tuple(hidden_BLH.shape)} for "
-                f"{tuple(ids_BL.shape)} tokens, expected one state of {self.hidden_size} numbers per token"
-            )
-        return hidden_BLH
+        return run_body(self.model, self.head, ids_BL, **inputs)
 
     @torch.inference_mode()
     def logits(self, hidden_PH: Tensor) -> Tensor:
@@ -214,6 +190,35 @@ class ReferenceModel:
     def fingerprint(self) -> str:
         """Return a blake2b hash of the loaded weights and the logit link."""
         return weights_fingerprint(self.model, repr((self.head.scale, self.head.cap)).encode())
+
+
+def run_body(model: nn.Module, head: OutputHead, ids_BL: Tensor, **inputs: Tensor) -> Tensor:
+    """Run a model up to its output layer, and return the layer's input, (B, L, H), with its autograd graph.
+
+    Raises:
+        ModelError: the input of the layer is not one state per token.
+    """
+    head_inputs: list[Tensor] = []
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        head_inputs.append(next(iter((*args, *kwargs.values()))))
+        raise _HeadReachedError
+
+    handle = head.linear.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        model(input_ids=ids_BL, use_cache=False, **inputs)
+    except _HeadReachedError:
+        pass
+    finally:
+        handle.remove()
+    (hidden_BLH,) = head_inputs
+    hidden_size = head.linear.get_parameter("weight").shape[1]
+    if hidden_BLH.shape != (*ids_BL.shape, hidden_size):
+        raise ModelError(
+            f"{type(model).__name__}: its output layer receives {tuple(hidden_BLH.shape)} for "
+            f"{tuple(ids_BL.shape)} tokens, expected one state of {hidden_size} numbers per token"
+        )
+    return hidden_BLH
 
 
 def context_of(config: Any) -> int | None:

@@ -8,7 +8,7 @@ differentiate it by finite differences.
 The loss of a batch is ``sum_i sum_t weight_it loss_it`` over rows i and positions t. The default weight of a token is 1
 over the number of labels in the whole batch, also if the batch is processed in micro-batches.
 
-Shape letters: B rows of a batch, L tokens, P positions with loss, V vocabulary.
+Shape letters: B rows of a batch, L tokens, P positions with loss, H hidden width, V vocabulary.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +23,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
-from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes
+from grasp.models.causal_lm import context_of, dynamic_ropes, reset_ropes, run_body
+from grasp.models.head import output_head
 from grasp.training.recipe import OptimizerRecipe
 
 STATE = ("weight", "exp_avg", "exp_avg_sq")  # state of each parameter, with the names of torch.optim.AdamW
@@ -31,22 +32,27 @@ CLIP_EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_: gradients are scaled b
 # As in `Trainer.get_decay_parameter_names` of Transformers; 1-D state-space parameters, for example, are decayed.
 UNDECAYED_LAYERS = [nn.LayerNorm]
 UNDECAYED_NAMES = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+CHUNK_POSITIONS = 512  # positions whose logits are computed together on a CPU, so that they stay in the cache
+CHUNK_ELEMENTS = 1 << 27  # logits that are computed together on a GPU: 512 MB in float32
 EXACT_DTYPES = (torch.float32, torch.float64)  # the rounding error of narrower types exceeds the finite differences
 
 
 @dataclass(frozen=True, slots=True)
-class LabelLogits:
-    """Logits at the positions whose next token is a label, with their autograd graph."""
+class Labels:
+    """The tokens of a batch that have a loss."""
 
-    logits_PV: Tensor
-    label_P: Tensor  # id of the next token
-    weight_P: Tensor  # of its loss, float64
-    row_P: Tensor  # row of the batch that contains the position
+    label_P: Tensor  # token ids
+    weight_P: Tensor  # of their losses, float64
+    row_P: Tensor  # row of the batch that contains each
     n_rows: int  # B
 
-    def row_losses(self) -> Tensor:
-        """Return the contribution of each row to the loss, (B,), float64, nats."""
-        loss_P = F.cross_entropy(self.logits_PV, self.label_P, reduction="none").double() * self.weight_P
+    def row_losses(self, logits_PV: Tensor) -> Tensor:
+        """Return the contribution of each row to the loss, (B,), float64, nats, with its autograd graph."""
+        return self.sum_rows(F.cross_entropy(logits_PV, self.label_P, reduction="none"))
+
+    def sum_rows(self, loss_P: Tensor) -> Tensor:
+        """Return the weighted sum of the losses of each row, (B,), float64."""
+        loss_P = loss_P.double() * self.weight_P
         return torch.zeros(self.n_rows, dtype=torch.float64, device=loss_P.device).index_add(0, self.row_P, loss_P)
 
 
@@ -71,12 +77,13 @@ class AdamWTraining:
             recipe: budget and settings of the optimizer.
             bfloat16: products in bfloat16, while weights and losses stay as they are; not smooth enough for a replay.
         Raises:
-            ModelError: the model is compiled, has batch norm or weights in half precision, or has no trainable
-                parameter.
+            ModelError: the model is compiled, has batch norm or weights in half precision, has no trainable parameter,
+                or has an output head that is not supported.
         """
         self.model, self.recipe, self.bfloat16 = model, recipe, bfloat16
         self.notes = check_differentiable(model)
         self._ropes = dynamic_ropes(model)
+        self.head = output_head(model)
         decayed_names = set(get_parameter_names(model, UNDECAYED_LAYERS, UNDECAYED_NAMES))
         named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
         decayed = [(name, value) for name, value in named if name in decayed_names]
@@ -123,23 +130,32 @@ class AdamWTraining:
         """Return the size of the vocabulary of the model."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def label_logits(self, ids_BL: I64, weight_BL: F64) -> LabelLogits:
-        """Run the model on a micro-batch.
+    def label_states(self, ids_BL: I64, weight_BL: F64) -> tuple[Tensor, Labels]:
+        """Run the model up to its head; return the states that predict a label, (P, H), and the labels.
 
         Args:
             ids_BL: token ids, padded on the right.
             weight_BL: weight of the loss of the token that follows each position; 0: not a label.
         """
         reset_ropes(self._ropes)
-        ids = torch.from_numpy(ids_BL).to(self.device)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
-            logits_BLV = self.model(input_ids=ids, use_cache=False).logits
-        row_P, position_P = (index.to(self.device) for index in torch.from_numpy(weight_BL).nonzero(as_tuple=True))
-        weight_P = torch.from_numpy(weight_BL).to(self.device)[row_P, position_P]
-        logits_PV = logits_BLV[row_P, position_P]
-        if self.bfloat16:
-            logits_PV = logits_PV.float()
-        return LabelLogits(logits_PV, ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
+            hidden_BLH = run_body(self.model, self.head, torch.from_numpy(ids_BL).to(self.device))
+        position_P = np.flatnonzero(weight_BL)  # in the flattened batch
+        arrays = (position_P, ids_BL.ravel()[position_P + 1], weight_BL.ravel()[position_P])
+        position, label_P, weight_P = (torch.from_numpy(array).to(self.device) for array in arrays)
+        labels = Labels(label_P, weight_P, position // ids_BL.shape[1], len(ids_BL))
+        return hidden_BLH.flatten(0, 1).index_select(0, position), labels
+
+    def logits(self, hidden_PH: Tensor) -> Tensor:
+        """Return the logits of states, (P, V)."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            logits_PV = self.head.link(self.head.linear_logits(hidden_PH))
+        return logits_PV.float() if self.bfloat16 else logits_PV
+
+    def label_logits(self, ids_BL: I64, weight_BL: F64) -> tuple[Tensor, Labels]:
+        """Return the logits at the positions that predict a label, (P, V), and the labels; see `label_states`."""
+        hidden_PH, labels = self.label_states(ids_BL, weight_BL)
+        return self.logits(hidden_PH), labels
 
     # ------------------------------------------------------------------------------------------- losses and gradients
 
@@ -154,17 +170,39 @@ class AdamWTraining:
         losses_of_batches = []
         with torch.enable_grad():
             for ids, weight in self.micro_batches(ids_BL, weight_BL):
-                loss_B = self.label_logits(ids, weight).row_losses()
-                loss_B.sum().backward()  # type: ignore[no-untyped-call]
-                losses_of_batches.append(loss_B.detach())
+                states_PH, labels = self.label_states(ids, weight)
+                leaf_PH = states_PH.detach().requires_grad_()
+                losses_of_batches.append(labels.sum_rows(self._head_backward(leaf_PH, labels)))
+                if states_PH.requires_grad:  # not if only the head is trained
+                    states_PH.backward(leaf_PH.grad)  # type: ignore[no-untyped-call]
         losses: F64 = torch.cat(losses_of_batches).cpu().numpy()
         return losses
+
+    def _head_backward(self, hidden_PH: Tensor, labels: Labels) -> Tensor:
+        """Add the gradient of the loss to those of the head and of `hidden_PH`; return the losses, (P,), nats.
+
+        The head runs on few positions at a time: new memory for all logits, their softmax and their gradients would
+        take a fifth of a step of a tiny model. A loss above -log(tiny) (87 nats in float32) is reported as that.
+        """
+        chunk = max(CHUNK_POSITIONS, 0 if self.device.type == "cpu" else CHUNK_ELEMENTS // self.vocab_size)
+        losses = []
+        tensors = (hidden_PH, labels.label_P[:, None], labels.weight_P[:, None])
+        for hidden, label, weight in zip(*(torch.split(tensor, chunk) for tensor in tensors), strict=True):
+            logits = self.logits(hidden)
+            # d loss / d logits = weight (p - onehot(label)), computed in the memory of p
+            gradient = torch.softmax(logits.detach(), dim=1)
+            losses.append(-gradient.gather(1, label).clamp_min_(torch.finfo(gradient.dtype).tiny).log_()[:, 0])
+            gradient.scatter_add_(1, label, torch.full_like(label, -1, dtype=gradient.dtype))
+            logits.backward(gradient.mul_(weight.to(gradient.dtype)))  # type: ignore[no-untyped-call]
+        return torch.cat(losses)
 
     @torch.no_grad()
     def row_losses(self, ids_BL: I64, weight_BL: F64) -> F64:
         """Return the contribution of each row to the loss, (B,), nats, without computing gradients."""
-        micro_batches = self.micro_batches(ids_BL, weight_BL)
-        losses_of_batches = [self.label_logits(ids, weight).row_losses() for ids, weight in micro_batches]
+        losses_of_batches = []
+        for ids, weight in self.micro_batches(ids_BL, weight_BL):
+            logits_PV, labels = self.label_logits(ids, weight)
+            losses_of_batches.append(labels.row_losses(logits_PV))
         losses: F64 = torch.cat(losses_of_batches).cpu().numpy()
         return losses
 

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 
 from grasp.arrays import F64, I64, Bool
 from grasp.corpus.row_store import RowStore, TokenRows
-from grasp.models.causal_lm import pad_rows
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
-from grasp.training.row_derivatives import label_positions
+from grasp.training.row_derivatives import padded_labels
 from grasp.training.row_order import relative_weights, row_order
 
 BLOCK_ROWS = 16  # pairs whose margins before training are computed together
@@ -73,32 +72,27 @@ class FurtherTraining:
         training.set_weights(self._start)
         training.zero_gradients()
         for step, index_B in enumerate(self._recipe.batches(row_order(frequency_N, seed=seed), n_retained)):
-            loss = self._backward(training, index_B)
+            rows = self._rows.rows(index_B)
+            if self._reference_N is not None:
+                loss = dpo_backward(training, rows, self._reference_N[index_B], self._recipe.beta)
+            else:
+                ids_BL, weight_BL = padded_rows(rows)
+                loss = float(training.backward(ids_BL, weight_BL / max(weight_BL.sum(), 1.0)).sum())
             training.check_loss(loss)
             training.update()
             if progress is not None:
                 progress(step + 1)
         return self._model
 
-    def _backward(self, training: AdamWTraining, index_B: I64) -> float:
-        """Add the gradient of the loss of one step to the buffers, and return the loss."""
-        rows = self._rows.rows(index_B)
-        if self._reference_N is not None:
-            return dpo_backward(training, rows, self._reference_N[index_B], self._recipe.beta)
-        ids_BL, weight_BL = padded_labels(rows)
-        return float(training.backward(ids_BL, weight_BL / max(weight_BL.sum(), 1.0)).sum())
 
-
-def padded_labels(rows: TokenRows) -> tuple[I64, F64]:
+def padded_rows(rows: TokenRows) -> tuple[I64, F64]:
     """Return token ids (B, L), padded on the right, and 1 at the positions whose next token carries loss."""
-    indices = range(len(rows))
-    ids, loss_mask = pad_rows([rows.ids(i) for i in indices], [rows.mask(i) for i in indices])
-    return ids.numpy(), label_positions(loss_mask)
+    return padded_labels([rows.ids(i) for i in range(len(rows))], [rows.mask(i) for i in range(len(rows))])
 
 
 def signed_labels(pairs: TokenRows) -> tuple[I64, F64]:
     """Return the sides of pairs with label weights 1 (chosen) and -1 (rejected), whose summed losses are -margins."""
-    ids_SL, weight_SL = padded_labels(pairs.sides())
+    ids_SL, weight_SL = padded_rows(pairs.sides())
     return ids_SL, weight_SL * np.tile([1.0, -1.0], len(pairs))[:, None]
 
 
@@ -123,7 +117,8 @@ def dpo_backward(training: AdamWTraining, pairs: TokenRows, reference_B: F64, be
     for start in range(0, n_pairs, micro_rows):
         sides = slice(2 * start, 2 * (start + micro_rows))
         with torch.enable_grad():
-            loss_S = training.label_logits(ids_SL[sides], weight_SL[sides]).row_losses()
+            logits_PV, labels = training.label_logits(ids_SL[sides], weight_SL[sides])
+            loss_S = labels.row_losses(logits_PV)
             margin_B = -(loss_S[::2] + loss_S[1::2])
             gain_B = margin_B - reference[start : start + micro_rows]
             loss = -F.logsigmoid(beta * gain_B).sum() / n_pairs

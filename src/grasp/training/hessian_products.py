@@ -112,18 +112,18 @@ def _gauss_newton(
     for step in central_steps(training, direction, relative_step):
         with torch.no_grad():
             for k, (ids, weight) in enumerate(micro_batches):
-                outputs = training.label_logits(ids, weight)
-                slopes[k] = slopes[k] + outputs.logits_PV / step
-                along_of_batches[k] += outputs.row_losses().cpu().numpy() / step
+                logits_PV, labels = training.label_logits(ids, weight)
+                slopes[k] = slopes[k] + logits_PV / step
+                along_of_batches[k] += labels.row_losses(logits_PV).cpu().numpy() / step
     if isinstance(slopes[0], Tensor):  # otherwise u is 0
         for (ids, weight), slope_PV in zip(micro_batches, slopes, strict=True):
             with torch.enable_grad():
-                outputs = training.label_logits(ids, weight)
+                logits_PV, labels = training.label_logits(ids, weight)
                 # the Hessian of the loss with respect to the logits is w (diag(p) - p p^T) at each position
-                p_PV = torch.softmax(outputs.logits_PV.detach(), dim=-1)
+                p_PV = torch.softmax(logits_PV.detach(), dim=-1)
                 weighted_PV = p_PV * slope_PV
                 hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
-                torch.autograd.backward(outputs.logits_PV, hessian_PV * outputs.weight_P[:, None].to(hessian_PV.dtype))
+                torch.autograd.backward(logits_PV, hessian_PV * labels.weight_P[:, None].to(hessian_PV.dtype))
     product = [gradient.clone() for gradient in training.gradients()]
     training.zero_gradients()
     return product, np.concatenate(along_of_batches)

@@ -25,7 +25,6 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches as length_batches
-from grasp.models.causal_lm import pad_rows
 from grasp.models.gradients import Example, UnsupportedLayerError
 from grasp.settings import Settings
 from grasp.store.directory import Schema, Store
@@ -35,7 +34,7 @@ from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, add_curvature, norm_of, through_update
 from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
-from grasp.training.row_derivatives import cheaper_method, label_positions, row_derivatives
+from grasp.training.row_derivatives import cheaper_method, padded_labels, row_derivatives
 from grasp.training.trajectory import Step, TensorSets, Trajectory
 
 BACKWARD = Schema(
@@ -175,9 +174,10 @@ class Target:
         padded_batches = []
         for index_B in length_batches(lengths, batch_tokens):
             batch = [answers.tokens[int(a)] for a in index_B]
-            ids, loss_mask = pad_rows([answer.input_ids for answer in batch], [answer.first for answer in batch])
-            weight_BL = label_positions(loss_mask)
-            padded_batches.append((index_B, ids.numpy(), weight_BL / weight_BL.sum(axis=1, keepdims=True)))
+            ids_BL, weight_BL = padded_labels(
+                [answer.input_ids for answer in batch], [answer.first for answer in batch]
+            )
+            padded_batches.append((index_B, ids_BL, weight_BL / weight_BL.sum(axis=1, keepdims=True)))
         return TargetBatches(answers, tuple(padded_batches))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.arrays import F64
+from grasp.arrays import F64, I32, I64, Bool
 from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample, layers_of
@@ -64,8 +64,7 @@ def row_derivatives(
     for index_B in batches(lengths, batch_tokens):
         batch = [rows[int(i)] for i in index_B]
         loss_masks = [row.first if row.loss_mask is None else row.loss_mask for row in batch]
-        ids, loss_mask = pad_rows([row.input_ids for row in batch], loss_masks)
-        padded_batches.append((index_B, ids.numpy(), label_positions(loss_mask)))
+        padded_batches.append((index_B, *padded_labels([row.input_ids for row in batch], loss_masks)))
     value_NT = np.zeros((len(rows), len(directions)))
     for t, direction in enumerate(directions):
         for step in central_steps(training, direction, relative_step):
@@ -74,11 +73,12 @@ def row_derivatives(
     return value_NT
 
 
-def label_positions(loss_mask_BL: Tensor) -> F64:
-    """Return 1 at the positions whose next token is a label and 0 elsewhere, (B, L)."""
-    weight_BL = np.zeros(tuple(loss_mask_BL.shape))
+def padded_labels(rows: Sequence[I32], labels: Sequence[int | Bool | None]) -> tuple[I64, F64]:
+    """Return token ids (B, L), padded on the right, and 1 at the positions whose next token is a label."""
+    ids_BL, loss_mask_BL = pad_rows(rows, labels)
+    weight_BL = np.zeros(tuple(ids_BL.shape))
     weight_BL[:, :-1] = loss_mask_BL[:, 1:]
-    return weight_BL
+    return ids_BL.numpy(), weight_BL
 
 
 def _by_gradients(
