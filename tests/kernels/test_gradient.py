@@ -7,13 +7,7 @@ import torch
 from grasp.baselines.gradients.factors import materialise
 from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError
-from grasp.kernels.gradient import (
-    Gradient,
-    SampledGradients,
-    Tiles,
-    by_member,
-    gradient_preconditioner,
-)
+from grasp.kernels.gradient import Gradient, SampledGradients, Tiles, by_member, gradient_preconditioner
 from grasp.kernels.kernel import Batch, CorpusMoments
 from grasp.models.gradients import Example, GradientFactors
 from grasp.models.residuals import SparseResidual

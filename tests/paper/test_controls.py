@@ -51,19 +51,6 @@ def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
     np.testing.assert_allclose(shuffled.k_pair(weights), expected, rtol=1e-10)
 
 
-def test_without_the_shuffle_it_equals_the_pair_geometry(monkeypatch):
-    class Still:
-        def shuffle(self, values):
-            return None
-
-    monkeypatch.setattr(shuffled_pairs, "stream", lambda *_: Still())
-    rng = np.random.default_rng(3)
-    sketch, weights = rng.normal(size=(23, 4)), rng.random(size=(5, 23))
-    total = weights @ sketch
-    expected = (total**2).sum(axis=1) - weights**2 @ (sketch**2).sum(axis=1)
-    np.testing.assert_allclose(ShuffledPairs.draw(sketch, seed=0).k_pair(weights), expected, rtol=1e-4)
-
-
 def test_too_many_rows_are_refused(monkeypatch):
     monkeypatch.setattr(shuffled_pairs, "MAX_ROWS", 5)
     with pytest.raises(ShapeError, match=r"\b6 rows.*\b5\b"):

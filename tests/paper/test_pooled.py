@@ -37,13 +37,6 @@ def test_pooled_relevance_is_the_double_loop(seed, e, share):
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
 
 
-def test_shared_coordinates_are_dense_and_rare_ones_sparse():
-    _, unit_hidden, _, unit_residual, d = world(3, e=30, share=0.02)
-    units = prepare_units(unit_hidden, csr_array(unit_residual), d)
-    assert set(units.shared_C) >= {0, 1, 2}
-    assert 0 < units.rare_VE.nnz < unit_residual.astype(bool).sum()
-
-
 def test_a_row_does_not_depend_on_its_block():
     hidden, unit_hidden, residual, unit_residual, d = world(n=20)
     units = prepare_units(unit_hidden, csr_array(unit_residual), d)

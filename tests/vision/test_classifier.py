@@ -76,11 +76,14 @@ def test_hidden_states_are_inputs_of_the_head_and_residuals_its_gradients(tmp_pa
         ("fitted_head", "nothing.safetensors", "fitted head"),
         ("path", "nothing.pth", r"model\.path: `nothing\.pth`: no such"),
         ("path", "text.pth", "cannot read weights"),
+        ("factory", "safetensors:Net", "no attribute 'Net'"),  # a directory of the user does not shadow a package
     ],
 )
 def test_modules_that_are_not_classifiers_are_refused(tmp_path, monkeypatch, field, value, pattern):
     monkeypatch.chdir(tmp_path)
     Path("text.pth").write_text("no weights")
+    Path("safetensors").mkdir()
+    Path("safetensors", "__init__.py").write_text("raise RuntimeError")
     with pytest.raises(ModelError) as caught:
         load(tmp_path, **{"model__path" if field == "path" else f"model__classifier__{field}": value})
     assert re.search(pattern, str(caught.value))
@@ -250,14 +253,6 @@ def test_the_code_of_a_user_module_is_part_of_its_fingerprint(tmp_path):
         prints.append(ImageClassifier(model, settings, None).fingerprint())
     assert prints[0] == prints[2] != prints[1]
     assert user_code(torch.nn.Linear(2, 2)) == b"", "an installed package changes with every version of it"
-
-
-def test_a_user_directory_does_not_shadow_packages(tmp_path, monkeypatch):
-    (tmp_path / "safetensors").mkdir()
-    (tmp_path / "safetensors" / "__init__.py").write_text("raise RuntimeError")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="no attribute 'Net'"):
-        load(tmp_path, model__classifier__factory="safetensors:Net")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError, GraspError
+from grasp.errors import GraspError
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Silent
 from grasp.settings import build_settings
@@ -41,6 +41,34 @@ def noisy(tmp_path_factory):
     fit_head(fitting.model, fitting.corpus, root / "head.safetensors", decay=0.3)
     data["model"]["classifier"] |= {"fitted_head": str(root / "head.safetensors")}
     return ArtifactReader.open(build_artifact(build_settings(data), root / "art"))
+
+
+def artifact_of(root, n_rows=0, **columns):
+    """Build the small world, if `n_rows` with other rows."""
+    data = settings(root)
+    if n_rows:
+        write_parquet(root / "train.parquet", n_rows, **columns)
+    return ArtifactReader.open(build_artifact(build_settings(data), root / "art"))
+
+
+@pytest.fixture
+def few(tmp_path):
+    return artifact_of(tmp_path, 9)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return ArtifactReader.open(write_artifact(tmp_path / "art").path)
+
+
+@pytest.fixture
+def trusted_rows(tmp_path):
+    """Build an artifact whose trusted images are rows under other names."""
+    settings(tmp_path)
+    images, classes = pictures(30)
+    table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
+    pq.write_table(pa.table(table), tmp_path / "trusted.parquet")
+    return artifact_of(tmp_path)
 
 
 def test_rows_with_wrong_labels_rank_first(noisy):
@@ -89,22 +117,8 @@ def test_the_command_writes_a_table_and_a_page_with_the_images_of_the_artifact(n
 
 
 def test_a_class_with_one_example_is_reported_and_not_judged(tmp_path):
-    data = settings(tmp_path)
-    write_parquet(tmp_path / "train.parquet", 20, label=[0, 1] * 9 + [0, 2])
-    suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
+    suspects = detect(artifact_of(tmp_path, 20, label=[0, 1] * 9 + [0, 2]), "trusted")
     assert_mentions(suspects.notes, "1 rows", "unique class")
-
-
-def test_trusted_images_that_are_rows_are_refused_under_any_name(tmp_path):
-    data = settings(tmp_path)
-    images, classes = pictures(30)
-    table = {"row_id": [f"t{i}" for i in range(3)], "image": images[3:6], "label": classes[3:6]}
-    pq.write_table(pa.table(table), tmp_path / "trusted.parquet")
-    artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
-    with pytest.raises(ArtifactError) as caught:
-        detect(artifact, "trusted")
-    assert re.search(r"\b3 of 3 trusted units", str(caught.value))
-    assert "trusted:t1 = train-4" in str(caught.value)
 
 
 @pytest.mark.parametrize(("n_rows", "classes", "why"), [(12, ["x"], "same"), (10, list("abcdefghij"), "of its own")])
@@ -128,15 +142,12 @@ def test_uninformative_classes_are_not_used_for_ranking(tmp_path, n_rows, classe
 def test_rows_verified_as_correct_are_the_null_distribution(noisy):
     suspects = detect(noisy, "trusted", clean="checked", false_positives=0.1)
     assert suspects.threshold.value == np.sort(suspects.scores["fused"][:30])[27]
-    printed = succeed(
-        "detect", noisy.path, "--target", "trusted", "--clean", "checked", "--false-positives", 0.1, "--top", 0
-    ).out
-    assert "average" in printed
+    flags = "--clean", "checked", "--false-positives", 0.1, "--top", 0
+    assert "average" in succeed("detect", noisy.path, "--target", "trusted", *flags).out
 
 
 def test_flags_explained_by_chance_are_not_suspects(tmp_path):
-    data = settings(tmp_path)
-    suspects = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), false_positives=0.3)
+    suspects = detect(artifact_of(tmp_path), false_positives=0.3)
     assert suspects.threshold.n_flagged <= 9 + 2 * 9**0.5
     assert_mentions(suspects.headline, "No suspects", "9 of 30 rows")
     assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
@@ -155,10 +166,7 @@ def test_a_result_displays_the_first_rows_and_contains_all(noisy):
 
 
 def test_hostile_rows_are_text_on_a_page(tmp_path):
-    data = settings(tmp_path)
-    names = [f"{i}{HOSTILE[i % len(HOSTILE)]}" for i in range(30)]
-    write_parquet(tmp_path / "train.parquet", 30, row_id=names)
-    artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
+    artifact = artifact_of(tmp_path, 30, row_id=[f"{i}{HOSTILE[i % len(HOSTILE)]}" for i in range(30)])
     page = detect(artifact, "trusted", top=30).write(tmp_path / "s.html").read_text()
     assert "<img src=x" not in page
     assert "<script" not in page
@@ -166,27 +174,16 @@ def test_hostile_rows_are_text_on_a_page(tmp_path):
 
 
 def test_identical_rows_are_reported_and_not_flagged(tmp_path):
-    data = settings(tmp_path)
-    images = pictures(1)[0] * 12
-    write_parquet(tmp_path / "train.parquet", 12, image=images, label=[0] * 12)
-    shown = detect(ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art")), "trusted")
+    shown = detect(artifact_of(tmp_path, 12, image=pictures(1)[0] * 12, label=[0] * 12), "trusted")
     assert any("threshold is not informative" in note for note in shown.notes)
     assert shown.table["flagged"].to_pylist() == [False] * 12
 
 
-def test_texts_are_refused(tmp_path):
-    artifact = ArtifactReader.open(write_artifact(tmp_path / "art").path)
-    with pytest.raises(ArtifactError, match="texts, expected images"):
-        detect(artifact, "sciq")
-
-
 def test_scores_do_not_depend_on_block_size(tmp_path):
-    data = settings(tmp_path)
-    small_shards = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "one"))
-    default_shards = ArtifactReader.open(build_artifact(build_settings(data | {"shard_rows": 30}), tmp_path / "other"))
-    score_NE = np.concatenate([block for _, block in default_shards.array_blocks("relevance_output_layer")]).astype(
-        float
-    )
+    small_shards, other = artifact_of(tmp_path), build_settings(settings(tmp_path, shard_rows=30))
+    default_shards = ArtifactReader.open(build_artifact(other, tmp_path / "other"))
+    blocks = [block for _, block in default_shards.array_blocks("relevance_output_layer")]
+    score_NE = np.concatenate(blocks, dtype=float)
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (27 * 8 + 72 * 10 + 10 + 3) + 30  # the layers of the model in float32, and the rows
     for artifact in (default_shards, small_shards):
@@ -213,15 +210,13 @@ REFUSED = [
     ("noisy", {"truth": "minus"}, r"truth minus: .*train-5.*-1\b"),
     ("noisy", {"truth": "nan"}, "truth nan: .*train-6"),
     ("few", {}, r"\b9 rows.*\b10\b"),
+    ("texts", {"target": "sciq"}, "texts, expected images"),
+    ("trusted_rows", {"target": "trusted"}, r"(?s)\b3 of 3 trusted units.*trusted:t1 = train-4"),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_invalid_arguments_are_refused(request, tmp_path, name, changes, message):
-    if name == "few":
-        data = settings(tmp_path, n=9)
-        artifact = ArtifactReader.open(build_artifact(build_settings(data), tmp_path / "art"))
-    else:
-        artifact = request.getfixturevalue(name)
+def test_invalid_arguments_are_refused(request, name, changes, message):
+    artifact = request.getfixturevalue(name)
     with pytest.raises(GraspError, match=message):
         detect(artifact, **changes)

@@ -57,7 +57,8 @@ def user_code(model: nn.Module) -> bytes:
         return b""
     paths = sysconfig.get_paths()
     installed = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    if any(file.is_relative_to(directory) for directory in installed) or not file.is_file():
+    packaged = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)  # of the user or of another prefix too
+    if packaged or any(file.is_relative_to(directory) for directory in installed) or not file.is_file():
         return b""
     return file.read_bytes()
 
