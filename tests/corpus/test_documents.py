@@ -34,7 +34,6 @@ SUFFIXES = [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]
 
 
 def plain(documents):
-    """Return the parts of documents that do not depend on their location."""
     return [
         (d.index, d.doc_id, d.row_id, d.text, None if d.input_ids is None else d.input_ids.tolist(), dict(d.labels))
         for d in documents
@@ -298,9 +297,6 @@ def test_blank_lines_and_a_byte_order_mark_are_not_documents(tmp_path):
     assert [(d.index, d.text, d.location.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
 
 
-# ---------------------------------------------------------------- types
-
-
 def tool(name, **properties):
     return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
 
@@ -425,9 +421,6 @@ def test_files_whose_columns_differ_are_one_corpus(tmp_path):
     assert [d.labels.get("day") for d in result] == [None] * 4 + day * 2
 
 
-# ---------------------------------------------------------------- folders that say what is in them
-
-
 def write_folders(root: Path, folders, suffix=".parquet", **columns):
     write = write_parquet if suffix == ".parquet" else write_jsonl
     for k, folder in enumerate(folders):
@@ -483,12 +476,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
         list(read_documents(config))
 
 
-# ---------------------------------------------------------------- streaming
-
-
 class Endless:
-    """A corpus with infinitely many documents."""
-
     def identity(self):
         return []
 
@@ -524,9 +512,6 @@ def test_reading_parquet_does_not_keep_the_file_in_memory(tmp_path):
         most = max(most, pa.total_allocated_bytes() - before)
     assert path.stat().st_size > 20_000_000
     assert most < 16_000_000
-
-
-# ---------------------------------------------------------------- bad input
 
 
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
@@ -607,7 +592,6 @@ def test_paths_without_a_corpus_are_refused(tmp_path):
 
 
 def test_nested_fields_are_labels_in_every_format(tmp_path):
-    """Structs, JSON objects and JSON text give the same labels; of lists only those of texts are labels."""
     meta = [
         {"source": "web", "quality": {"score": 0.5}, "spans": [{"a": 1}]},
         {"source": "wiki", "quality": {"score": 0.25}, "spans": [{"a": 2}]},

@@ -20,7 +20,6 @@ OLD, NEW = "2025-01-01T01-00-00.000001", "2025-01-01T02-00-00"
 
 
 def harness(**tasks):
-    """A results file: of every task its metrics."""
     return {"results": tasks, "higher_is_better": {task: {"acc": True} for task in tasks}}
 
 
@@ -42,12 +41,9 @@ def read(root, **options):
 
 
 def of(runs, metric):
-    """Values of a metric by run."""
     lines = runs.results.to_pylist()
     return {line["run"]: line["value"] for line in lines if line["metric"] == metric}
 
-
-# ---------------------------------------------------------------- files of a run
 
 TASKS = {"sciq": 0.25, "arc_easy": 0.5, "piqa": 0.75}
 
@@ -70,7 +66,6 @@ def test_tasks_in_one_file_or_in_several_are_the_same_results(tmp_path_factory, 
 
 @pytest.mark.parametrize("folders", [("x", "y"), ("y", "x")])
 def test_the_newest_of_two_values_is_used_and_both_are_named(tmp_path, folders):
-    """By the date of the file, not by the name of the folder it is in."""
     for run in RUNS:
         place(tmp_path, f"{run}/{folders[0]}", f"results_{OLD}.json", harness(sciq={"acc,none": 0.25, "f1,none": 0.5}))
         place(tmp_path, f"{run}/{folders[1]}", f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}))
@@ -95,8 +90,6 @@ def test_equal_values_and_results_without_a_date(tmp_path):
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
     assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
 
-
-# ---------------------------------------------------------------- what can be compared
 
 CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
 
@@ -152,9 +145,6 @@ def test_models_of_one_run_are_named(tmp_path):
     assert any("a: step100, step200" in note for note in read(tmp_path).notes)
 
 
-# ---------------------------------------------------------------- metrics of a file
-
-
 def test_every_filter_is_a_metric_and_counts_are_not(tmp_path):
     results = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
     results |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
@@ -189,7 +179,6 @@ def test_the_mean_of_a_group_is_a_metric_like_its_tasks(tmp_path):
 
 
 def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
-    """It logs none where the tasks of a group differ in it."""
     for run in RUNS:
         results = {
             "results": {"g": {"acc,none": 0.5, "odd,none": 1.0}},
@@ -223,9 +212,6 @@ def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
         place(tmp_path, run, "results.json", {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
     with pytest.raises(RunsError, match=r"'t/one'.*t/two"):
         read(tmp_path)
-
-
-# ---------------------------------------------------------------- olmes
 
 
 def test_metrics_of_olmes(tmp_path):

@@ -110,11 +110,7 @@ def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
         olmes.task_root()
 
 
-# ---------------------------------------------------------------- requests of one's own runs
-
-
 def write_requests(path, *lines, task="sciq"):
-    """A file of `--save-raw-requests`: it names its task in every line."""
     path.write_text("".join(json.dumps({"task_name": task} | line) + "\n" for line in lines))
     return load_units(TargetSettings(names=(str(path),), units_per_target=None)).units
 

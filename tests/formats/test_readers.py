@@ -48,7 +48,6 @@ run_table = Reader(
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Install a package with a reader at five doors, in the layout of pip."""
     site = tmp_path / "site"
     record = site / "quiz-1.0.dist-info"
     record.mkdir(parents=True)

@@ -159,7 +159,6 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
 
 
 def recipe_classes():
-    """Return the classes of arguments of Transformers, TRL and PEFT."""
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     return TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, peft.LoraConfig
 
@@ -262,7 +261,6 @@ def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
 
 
 def test_obsolete_names_without_a_value_do_not_reset_a_field():
-    """Transformers 4 and TRL save obsolete names as null after the current ones."""
     data = {"per_device_train_batch_size": 4, "per_gpu_train_batch_size": None, "max_length": 9, "max_seq_length": None}
     recipe = FineTuningRecipe.from_mapping(data)
     assert (recipe.per_device_train_batch_size, recipe.max_length) == (4, 9)
@@ -369,7 +367,6 @@ def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
 
 @pytest.mark.parametrize("n_rows", [3, 8, 9])
 def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
-    """An incomplete batch is a step; none is filled with rows of the next epoch."""
     fields = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
     trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"input": 1.0}] * n_rows)

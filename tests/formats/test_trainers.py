@@ -157,7 +157,6 @@ SHAREGPT2 = [
 
 
 def entry_in(place, name):
-    """An Axolotl configuration with one entry; the path and the fields of the entry."""
     file, fields = AXOLOTL[name]
     write_data(place)
     (place / "sharegpt2.json").write_text(json.dumps(SHAREGPT2))
@@ -234,7 +233,6 @@ FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".
 
 
 def exported(place, records, file_format, **changes):
-    """An export of records, which were JSON lines."""
     (place / "source.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     settings = CorpusSettings(path=str(place / "source.jsonl"), **changes)
     items = iter_records(settings, np.ones(len(records), dtype=bool))
@@ -243,7 +241,6 @@ def exported(place, records, file_format, **changes):
 
 
 def tiny_model():
-    """A random Llama with the vocabulary of `chat_tokenizer`."""
     import torch  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
@@ -414,7 +411,6 @@ def test_datatrove_reads_the_texts(tmp_path, form):
 
 
 def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
-    """Field names of an entry also read what is exported from it."""
     write_data(tmp_path)
     settings = CorpusSettings(path=f"{tmp_path}/dataset_info.json#custom")
     form = FileFormat.parse("source", open_source(settings.path))

@@ -63,7 +63,6 @@ fuzz = settings(
 
 
 def changed_bytes(draw: Callable, data: bytes) -> bytes:
-    """Bytes flipped, cut out, put in or cut short, some times over."""
     out = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(out) - 1)))
@@ -168,7 +167,6 @@ def everything(path: Path) -> None:
 
 
 def resigned(art: Path, name: str) -> None:
-    """The manifest with the size and checksum that the file has now."""
     raw = json.loads((art / MANIFEST).read_text())
     raw["files"][name] = entry_of(art / name).model_dump()
     (art / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))

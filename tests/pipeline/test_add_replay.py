@@ -39,7 +39,6 @@ HOW = {"replay": {"orders": 2, "probes": 1}}
 
 @pytest.fixture(scope="module")
 def settings(root):
-    """Return settings of a small world with two targets."""
     chosen = world(root, n_rows=6, train="further", features={"sample_positions": 10**6})
     write_targets(root / "more.jsonl", task="more", n_units=2, seed=5)
     data = chosen.model_dump(mode="json")
@@ -49,7 +48,6 @@ def settings(root):
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch):
-    """Disable the smoothness check, which rejects every training of a random model."""
     monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
 
 

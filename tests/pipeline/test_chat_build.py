@@ -38,7 +38,6 @@ def conversations(n: int) -> list[dict]:
 
 
 def chat_settings(root: Path) -> BuildSettings:
-    """Write a small world whose rows are conversations to `root` and return its build settings."""
     settings = world(root, features={"sample_positions": 10_000})
     template = json.loads((root / "model" / "tokenizer_config.json").read_text())
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))

@@ -148,7 +148,6 @@ def test_units_that_do_not_fit_in_memory_are_kept_in_a_file_with_the_same_result
 
 
 def test_rows_are_ranked_as_by_gradients_of_autograd(built):
-    """Compare the stored relevance of a whole build with the preconditioned inner product."""
     artifact = ArtifactReader.open(built)
     origin = BuildSource(artifact)
     model, store = origin.model, origin.rows

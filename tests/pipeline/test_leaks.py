@@ -32,12 +32,10 @@ def unit(question, answer=" the leaf", target="t", unit_id="u"):
 
 
 def found_in(index, text):
-    """Return the units whose question a text contains."""
     return sorted({e for e, _, _ in index.questions_in(text)})
 
 
 def slow(question, text):
-    """Return whether the words of a question occur in a text consecutively."""
     words, query_words = text.lower().split(), question.lower().replace(",", "").split()
     return any(words[k : k + len(query_words)] == query_words for k in range(len(words)))
 
@@ -143,8 +141,6 @@ def decoded(rows):
 
 
 class Shards:
-    """A store of rows whose token ids are the codes of their characters."""
-
     documents = ""
 
     def __init__(self, texts, size):
@@ -188,7 +184,6 @@ def test_a_question_across_cuts_is_found_in_every_row_with_a_part_of_it(size, ch
 
 @pytest.fixture(scope="module")
 def leaky(tmp_path_factory):
-    """Return settings of a corpus with a question of `facts` in row-2 and of `more` in row-5, and its lines."""
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):

@@ -34,7 +34,6 @@ def relevance(artifact, kernel):
 
 @pytest.fixture(scope="module")
 def built(root):
-    """Build an artifact with the answers as units, and one with their margins."""
     choices = [
         {"unit_id": f"{k}.{c}", "prompt": line["prompt"], "completion": f" {text}"}
         for k, line in enumerate(QUIZ)
@@ -104,9 +103,6 @@ def test_kernels_that_are_not_linear_are_refused_for_margins(built, root, tmp_pa
     settings = world(root, targets=targets, features={"kernels": kernels}, train="further")
     with pytest.raises(error, match=message):
         build_artifact(settings, tmp_path / "art")
-
-
-# ------------------------------------------------------------------------------------------------- metrics of users
 
 
 WEIGHTS = [{"unit_id": "0.0", "weight": 2}, {"unit_id": "1.1", "weight": -1.0}, {"unit_id": "quiz:2", "weight": 0.5}]

@@ -129,12 +129,8 @@ def test_a_long_pair_keeps_the_prompt_of_both_sides_and_loses_ends_of_answers(ki
     assert all(sides.mask(k)[starts[k] :].all() for k in (3, 4, 5))
 
 
-# ------------------------------------------------------------------------------------------------------------- builds
-
-
 @pytest.fixture(scope="module")
 def pairs(root):
-    """Write 20 pairs of answers of different lengths, and their sides as rows of prompt and completion."""
     generator = np.random.default_rng(5)
     records, sides = [], []
     for k in range(20):
@@ -149,7 +145,6 @@ def pairs(root):
 
 @pytest.fixture(scope="module")
 def built(root, pairs):
-    """Build artifacts of the pairs and of their sides, without preconditioning, which would differ between them."""
     artifacts = {}
     for name, form in (("pairs", "preference"), ("sides", "prompt")):
         settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
@@ -182,7 +177,6 @@ def test_rows_have_the_tokens_of_both_sides(built):
 
 @pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
 def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
-    """Compare sums over positions: the sum of a pair is the difference of the sums of its sides."""
     counts = BuildSource(built["sides"]).rows.loss_counts()[:, None]
     sum_SE = relevance(built["sides"], kernel) * counts
     expected_NE = (sum_SE[::2] - sum_SE[1::2]) / (counts[::2] + counts[1::2])

@@ -63,7 +63,6 @@ def built(root) -> Path:
 
 @pytest.fixture(scope="module")
 def every(root) -> Path:
-    """Build with every kernel, those of the paper and its sketches included."""
     return build_artifact(world(root, features={"kernels": FORWARD}), root / "every")
 
 
@@ -275,7 +274,6 @@ def test_moments_of_nearly_all_rows_approximate_those_of_all_rows(root, tmp_path
 
 @pytest.fixture
 def head_positions(monkeypatch) -> list[int]:
-    """Record the number of positions of each call of the head."""
     result, real = [], extract.head_residual
 
     def head_residual(head, hidden_PH, *rest):
@@ -288,7 +286,6 @@ def head_positions(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def text_passes(monkeypatch) -> Counter:
-    """Count the passes of each text through the model, as token ids without padding and end token."""
     result, real = Counter(), torch.nn.Embedding.forward
 
     def forward(module, ids_BL):
@@ -300,7 +297,6 @@ def text_passes(monkeypatch) -> Counter:
 
 
 def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
-    """Return the token ids of the rows and units of an artifact, in the form of `text_passes`."""
     origin = BuildSource(ArtifactReader.open(out))
     rows = origin.rows.rows(np.arange(origin.rows.n_rows))
     every = (
@@ -389,7 +385,6 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    """Compare the kernels of each way to train with those that the scoring rule of its artifact matches."""
     for (which, train), named in WEIGHTS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
@@ -479,8 +474,6 @@ def test_float16_keeps_three_digits(root, built):
 
 
 class Notes(Silent):
-    """Record every note, stage, number of rows and plan that it receives."""
-
     def __init__(self):
         self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
 
@@ -719,14 +712,11 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
-    """Return the kernels for a way to train, and those of the paper."""
     return {"kernels": (*WEIGHTS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
 def joint(root, tmp_path_factory):
-    """Return a function that builds both targets for a way to train and returns the arrays."""
-
     @functools.cache
     def of(train: str) -> dict[str, np.ndarray]:
         names = (str(root / "facts.jsonl"), str(write_targets(root / "more.jsonl", task="more", seed=5)))
@@ -883,7 +873,6 @@ def test_a_loss_near_chance_is_reported_if_the_model_is_trained_further(root):
 
 
 def test_relative_paths_are_resolved_from_any_working_directory(root, tmp_path, monkeypatch):
-    """Resolve paths relative to the directory of the build, which may also be moved as a whole."""
     world(tmp_path / "project")
     monkeypatch.chdir(tmp_path / "project")
     settings = world(tmp_path / "project")
