@@ -56,7 +56,6 @@ from tests.pipeline.world import (
 from tests.predict.source import FakeSource
 from tests.rules import rule
 
-
 SLOW = pytest.mark.slow  # second paths of what the fast suite does once
 
 
