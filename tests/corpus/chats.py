@@ -31,5 +31,4 @@ def chat_tokenizer(template: str | None = CHATML) -> HfTokenizer:
 
 
 def turns(*words: str) -> list[dict[str, str]]:
-    """Return alternating user and assistant turns."""
     return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(words)]

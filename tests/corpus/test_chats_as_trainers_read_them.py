@@ -237,8 +237,6 @@ def test_absent_tools_and_calls_may_be_given_as_text(tmp_path, nothing):
     assert text == text_and_loss(stored(tmp_path / "none", [{"messages": TURNS[:2]}]))
 
 
-# ---------------------------------------------------------------- arguments of tool calls
-
 AS_GIVEN = '{"city":"Paris",  "day": 1}'  # no JSON that Python writes
 TAKES_BOTH = WITH_CALLS.replace(
     "{{ c.function.arguments | tojson }}",
@@ -283,8 +281,6 @@ def test_text_that_looks_like_arguments_does_not_change_them(tmp_path, words, ca
         CALLED
     )
 
-
-# ---------------------------------------------------------------- answers that are written in part or elsewhere
 
 STRIPS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] | trim }}")
 CALLS_ALONE = WITH_CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")

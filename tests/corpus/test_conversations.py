@@ -185,9 +185,6 @@ def test_surrogates_in_turns_are_replaced(tmp_path):
     assert text_and_loss(stored(tmp_path, None))[1] == "wet." + END
 
 
-# ---------------------------------------------------------------- refusals
-
-
 CHAT = {"messages": TURNS}
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),

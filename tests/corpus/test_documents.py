@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import sys
 import tracemalloc
 from functools import partial
@@ -34,11 +35,18 @@ SUFFIXES = [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"]
 
 
 def plain(documents):
-    """Return the parts of documents that do not depend on their location."""
     return [
         (d.index, d.doc_id, d.row_id, d.text, None if d.input_ids is None else d.input_ids.tolist(), dict(d.labels))
         for d in documents
     ]
+
+
+def read(path, start=0, **changes):
+    return list(read_documents(settings_for(path, **changes), start=start))
+
+
+def labels_of(path, **changes):
+    return [dict(d.labels) for d in read(path, **changes)]
 
 
 def save_dataset(path: Path, rows) -> Path:
@@ -48,7 +56,13 @@ def save_dataset(path: Path, rows) -> Path:
 
 @pytest.fixture
 def expected(tmp_path):
-    return plain(read_documents(settings_for(write_jsonl(tmp_path / "expected.jsonl", records(20)))))
+    return plain(read(write_jsonl(tmp_path / "expected.jsonl", records(20))))
+
+
+@pytest.fixture(params=[".jsonl", ".parquet"])
+def write(request, tmp_path):
+    writer = write_parquet if request.param == ".parquet" else write_jsonl
+    return lambda rows, name="c": writer(tmp_path / f"{name}{request.param}", rows)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -57,7 +71,13 @@ def test_a_directory_of_files_is_one_corpus(tmp_path, expected, suffix, cuts):
     path = write_chunked(tmp_path / "corpus", records(20), cuts, suffix)
     (path / "README.md").write_text("not a part of the corpus")
     write_jsonl(path / "_hidden" / "x.jsonl", records(3))
-    assert plain(read_documents(settings_for(path))) == expected
+    assert plain(read(path)) == expected
+    memory = fsspec.filesystem("memory")
+    for file in path.glob("part-*"):
+        memory.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
+    remote = read(f"memory://{tmp_path.name}")
+    assert plain(remote) == plain(read(f"file://{path}")) == expected
+    assert re.match(rf"memory://(/|){tmp_path.name}/part-000", remote[0].location)
 
 
 def test_expected_documents_have_text_labels_and_a_stable_name(expected):
@@ -73,73 +93,65 @@ def test_expected_documents_have_text_labels_and_a_stable_name(expected):
 @settings(max_examples=12)
 def test_reading_from_k_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
     path = write_chunked(tmp_path_factory.mktemp("corpus"), records(20), cuts, suffix)
-    whole = list(read_documents(settings_for(path)))
-    rest = list(read_documents(settings_for(path), start=start))
+    whole, rest = read(path), read(path, start)
     assert plain(rest) == plain(whole[start:])
     assert [d.location for d in rest] == [d.location for d in whole[start:]]
+    assert plain(read(path, start, limit=5)) == plain(whole[start:5])
 
 
 def test_files_of_subdirectories_are_read_in_the_order_of_their_names(tmp_path):
     for name, text in [("b/1.jsonl", "third"), ("a/2.jsonl", "second"), ("a/1.jsonl", "first"), ("c.jsonl", "fourth")]:
         write_jsonl(tmp_path / name, [{"text": text}])
-    assert [d.text for d in read_documents(settings_for(tmp_path))] == ["first", "second", "third", "fourth"]
+    assert [d.text for d in read(tmp_path)] == ["first", "second", "third", "fourth"]
 
 
 def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected):
-    for suffix in (".jsonl.gz", ".jsonl.zst"):
-        first_member = write_jsonl(tmp_path / f"a{suffix}", records(20)[:9]).read_bytes()
-        second_member = write_jsonl(tmp_path / f"b{suffix}", records(20)[9:]).read_bytes()
-        path = tmp_path / f"joined{suffix}"
-        path.write_bytes(first_member + second_member)
-        assert plain(read_documents(settings_for(path))) == expected
     whole = write_jsonl(tmp_path / "c.jsonl", records(20)).read_bytes()
     gz, zst = gzip.compress, partial(pa.compress, codec="zstd", asbytes=True)
+    end = len(whole[:600].rpartition(b"\n")[0]) + 1
     skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a frame of zstd that readers skip
     members = {
+        "joined.jsonl.gz": gz(whole[:end]) + gz(whole[end:]),
+        "joined.jsonl.zst": zst(whole[:end]) + zst(whole[end:]),
         "half.jsonl.gz": gz(whole[:301]) + gz(whole[301:]),  # in the middle of a line
         "half.jsonl.zst": zst(whole[:301]) + zst(whole[301:]),
         "empty.jsonl.gz": gz(b"") + gz(whole) + gz(b""),
         "skipped.jsonl.zst": skipped + zst(whole) + skipped,
+        "c4.json.zst": zst(whole),  # as C4 and Dolma name their lines
         "crlf.jsonl": b"\xef\xbb\xbf" + whole.replace(b"\n", b"\r\n").rstrip(),
     }
     for name, content in members.items():
         (tmp_path / name).write_bytes(content)
-        assert plain(read_documents(settings_for(tmp_path / name))) == expected
-    named = path.parent / "c4.json.zst"  # as C4 and Dolma name their lines
-    assert plain(read_documents(settings_for(path.rename(named)))) == expected
+        assert plain(read(tmp_path / name)) == expected
 
 
 def test_a_datasets_directory(tmp_path, expected):
     path = save_dataset(tmp_path / "saved", records(20))
-    assert plain(read_documents(settings_for(path))) == expected
-    assert plain(read_documents(settings_for(path), start=7)) == expected[7:]
+    assert plain(read(path)) == expected
+    assert plain(read(path, start=7)) == expected[7:]
     datasets.Dataset.from_list(records(20)).select([5, 3, 17]).save_to_disk(tmp_path / "indexed")
-    texts = sentences(20)
-    assert [d.text for d in read_documents(settings_for(tmp_path / "indexed"))] == [texts[5], texts[3], texts[17]]
+    assert [d.text for d in read(tmp_path / "indexed")] == [sentences(20)[k] for k in (5, 3, 17)]
 
 
-def test_a_datasets_directory_with_splits(tmp_path, expected):
+def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
     splits = {"train": datasets.Dataset.from_list(records(20)), "test": datasets.Dataset.from_list(records(2))}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
-    assert plain(read_documents(settings_for(tmp_path / "splits", split="train"))) == expected
-    assert plain(read_documents(settings_for(tmp_path / "splits", split="test"))) == expected[:2]
-    assert plain(read_documents(settings_for(tmp_path / "splits" / "test"))) == expected[:2]
-    with pytest.raises(CorpusError, match=r"splits: .*test, train.*--split"):
-        read_documents(settings_for(tmp_path / "splits"))
-    with pytest.raises(CorpusError, match=r"split: .*'dev'.*test, train"):
-        read_documents(settings_for(tmp_path / "splits", split="dev"))
     datasets.DatasetDict({"x": splits["train"]}).save_to_disk(tmp_path / "alone")
-    assert plain(read_documents(settings_for(tmp_path / "alone"))) == expected
-
-
-def test_files_named_after_their_split(tmp_path, expected):
-    write_jsonl(tmp_path / "data" / "train-0.jsonl", records(20))
-    write_jsonl(tmp_path / "data" / "test-0.jsonl", records(3))
-    assert plain(read_documents(settings_for(tmp_path, split="train"))) == expected
-    with pytest.raises(CorpusError, match=r"corpus\.split: .*'dev'.*file"):
-        read_documents(settings_for(tmp_path, split="dev"))
-    with pytest.raises(CorpusError, match=r"corpus\.split: .*'train'.*one file"):
-        read_documents(settings_for(tmp_path / "data" / "train-0.jsonl", split="train"))
+    file = write_jsonl(tmp_path / "data" / "train-0.jsonl", records(20))
+    write_jsonl(tmp_path / "data" / "test-0.jsonl", records(2))
+    for place in ("splits", "data"):
+        assert plain(read(tmp_path / place, split="train")) == expected
+        assert plain(read(tmp_path / place, split="test")) == expected[:2]
+    assert plain(read(tmp_path / "splits" / "test")) == expected[:2]
+    assert plain(read(tmp_path / "alone")) == expected
+    for path, split, message in (
+        (tmp_path / "splits", None, r"splits: .*test, train.*--split"),
+        (tmp_path / "splits", "dev", r"split: .*'dev'.*test, train"),
+        (tmp_path / "data", "dev", r"corpus\.split: .*'dev'.*file"),
+        (file, "train", r"corpus\.split: .*'train'.*one file"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            read(path, split=split)
 
 
 @pytest.mark.parametrize(
@@ -161,43 +173,33 @@ def test_tables_in_memory_are_read_like_files_and_identified_by_content(expected
 
 
 def test_objects_in_memory_that_are_not_tables_are_refused():
-    with pytest.raises(CorpusError, match=r"corpus: .*list.*path.*DataFrame"):
-        table_source(["a", "b"])
-    with pytest.raises(CorpusError, match="column"):
-        table_source(pd.DataFrame({"text": ["a", 3.5]}))
     two = datasets.DatasetDict({name: datasets.Dataset.from_list(records(2)) for name in ("a", "b")})
-    with pytest.raises(CorpusError, match=r"corpus: .*a, b.*--split"):
-        table_source(two)
     assert table_source(two, "b").table.num_rows == 2
-    with pytest.raises(CorpusError, match="in memory, 12"):
-        read_documents(settings_for(IN_MEMORY + "12"))
+    for value, message in (
+        (["a", "b"], r"corpus: .*list.*path.*DataFrame"),
+        (pd.DataFrame({"text": ["a", 3.5]}), "column"),
+        (two, r"corpus: .*a, b.*--split"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            table_source(value)
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_an_id_column_names_the_rows(tmp_path, write):
-    rows = [{"id": i, "doc_id": f"d{i}", "text": "x"} for i in range(3)]
-    path = write(tmp_path / f"c{'.jsonl' if write is write_jsonl else '.parquet'}", rows)
-    assert [(d.row_id, d.doc_id, dict(d.labels)) for d in read_documents(settings_for(path))] == [
-        (str(i), f"d{i}", {}) for i in range(3)
-    ]
-    plainly = next(read_documents(settings_for(path, row_id_column="")))
+def test_an_id_column_names_the_rows(write):
+    path = write([{"id": i, "doc_id": f"d{i}", "text": "x"} for i in range(3)])
+    assert [(d.row_id, d.doc_id, dict(d.labels)) for d in read(path)] == [(str(i), f"d{i}", {}) for i in range(3)]
+    plainly = read(path, row_id_column="")[0]
     assert (plainly.row_id, plainly.doc_id, dict(plainly.labels)) == (None, "d0", {"id": 0})
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_a_row_name_is_the_document_name_without_another(tmp_path, write):
-    rows = [{"id": "a", "text": "x"}, {"id": None, "text": "y"}]
-    path = write(tmp_path / f"c{'.jsonl' if write is write_jsonl else '.parquet'}", rows)
-    first, second = read_documents(settings_for(path))
-    assert (first.row_id, first.doc_id) == ("a", "a")
-    assert second.row_id is None
+def test_a_row_name_is_the_document_name_without_another(write):
+    first, second = read(write([{"id": "a", "text": "x"}, {"id": None, "text": "y"}]))
+    assert (first.row_id, first.doc_id, second.row_id) == ("a", "a", None)
     assert second.doc_id.endswith("-1")
 
 
-def test_nan_is_a_missing_label(tmp_path):
-    rows = [{"text": "x", "score": value} for value in (1.5, float("nan"), None)]
-    for path in (write_jsonl(tmp_path / "c.jsonl", rows), write_parquet(tmp_path / "c.parquet", rows)):
-        assert [d.labels["score"] for d in read_documents(settings_for(path))] == [1.5, None, None]
+def test_nan_is_a_missing_label(write):
+    path = write([{"text": "x", "score": value} for value in (1.5, float("nan"), None)])
+    assert [labels["score"] for labels in labels_of(path)] == [1.5, None, None]
 
 
 def test_names_of_hub_datasets_are_distinguished_from_paths(monkeypatch, tmp_path, expected):
@@ -212,19 +214,19 @@ def test_names_of_hub_datasets_are_distinguished_from_paths(monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
     monkeypatch.setattr("grasp.hub.unreachable", lambda: None)
     monkeypatch.chdir(tmp_path)
-    assert plain(read_documents(settings_for("someone/some-corpus"))) == expected
+    assert plain(read("someone/some-corpus")) == expected
     with pytest.raises(CorpusError, match=r"no/such: no such file.*hub dataset"):
-        read_documents(settings_for("no/such"))
+        read("no/such")
     requested_names.clear()
     write_jsonl(tmp_path / "someone" / "corpus" / "a.jsonl", [{"text": "here"}])
-    assert [d.text for d in read_documents(settings_for("someone/corpus"))] == ["here"]
+    assert [d.text for d in read("someone/corpus")] == ["here"]
     for path in ("someone/corpus.parquet", "./someone/other", "/nowhere/at/all", "a/b/c"):
         with pytest.raises(CorpusError, match=rf"{path}: no such file.*\.parquet"):
-            read_documents(settings_for(path))
+            read(path)
     for name, to in (("circle", "other"), ("other", "circle"), ("dangling", "nothing")):
         os.symlink(to, name)
         with pytest.raises(CorpusError, match=f"^{name}: .*symbolic link"):
-            read_documents(settings_for(name))
+            read(name)
         with pytest.raises(ModelError, match=f"^model.path: `{name}` .*link"):
             load_reference(ModelSettings(path=name))
     assert not requested_names
@@ -234,43 +236,18 @@ def test_the_error_without_datasets_names_the_extra(monkeypatch, tmp_path):
     path = save_dataset(tmp_path / "saved", records(2))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"saved .*pip install 'datasets>="):
-        read_documents(settings_for(path))
+        read(path)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_fsspec_urls(tmp_path, expected, suffix):
-    local = write_chunked(tmp_path / "corpus", records(20), [4, 11], suffix)
-    memory = fsspec.filesystem("memory")
-    for file in local.iterdir():
-        memory.pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
-    assert plain(read_documents(settings_for(f"memory://{tmp_path.name}"))) == expected
-    assert plain(read_documents(settings_for(f"file://{local}"))) == expected
-    first = next(iter(read_documents(settings_for(f"memory://{tmp_path.name}"))))
-    assert first.location.startswith(
-        f"memory://{'/' * first.location.startswith('memory:///')}{tmp_path.name}/part-000"
-    )
-
-
-def test_limit_counts_documents(tmp_path):
-    path = write_chunked(tmp_path / "corpus", records(20), [3, 9], ".jsonl")
-    assert len(list(read_documents(settings_for(path, limit=5)))) == 5
-    assert [d.index for d in read_documents(settings_for(path, limit=5), start=4)] == [4]
-    assert list(read_documents(settings_for(path, limit=5), start=5)) == []
-
-
-@pytest.mark.parametrize("writer", [write_parquet, write_jsonl])
-def test_ids_names_and_labels(tmp_path, writer):
+def test_ids_names_and_labels(write):
     rows = [
         {"input_ids": [1, 2, 3], "text": "a b c", "row_id": 17, "doc_id": "x", "loss": 0.5, "mask": [1, 1, 1]},
         {"input_ids": [], "text": "", "row_id": None, "doc_id": None, "loss": None, "mask": [1]},
     ]
-    path = writer(tmp_path / ("c.parquet" if writer is write_parquet else "c.jsonl"), rows)
-    first, second = read_documents(settings_for(path))
+    first, second = read(write(rows))
     assert (first.row_id, first.doc_id, first.text) == ("17", "x", "a b c")
-    assert first.input_ids.dtype == np.int32
-    assert first.input_ids.tolist() == [1, 2, 3]
-    assert first.labels == {"loss_": 0.5}
-    assert first.ignored == ("mask",)
+    assert (first.input_ids.dtype, first.input_ids.tolist()) == (np.int32, [1, 2, 3])
+    assert (first.labels, first.ignored) == ({"loss_": 0.5}, ("mask",))
     assert (second.row_id, second.input_ids.tolist(), second.labels) == (None, [], {"loss_": None})
     assert second.doc_id.endswith("-1")
 
@@ -282,23 +259,20 @@ def test_ids_names_and_labels(tmp_path, writer):
 def test_token_ids_of_any_integer_and_list_type(tmp_path, kind, wrap):
     table = pa.table({"input_ids": pa.array([[1, 2], None, [3, 4]], wrap(kind))})
     pq.write_table(table, tmp_path / "c.parquet")
-    ids = [d.input_ids for d in read_documents(settings_for(tmp_path / "c.parquet"))]
+    ids = [d.input_ids for d in read(tmp_path / "c.parquet")]
     assert [None if array is None else array.tolist() for array in ids] == [[1, 2], None, [3, 4]]
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a \\ud83d b", "topic": "\\udc00", "doc_id": "\\ud83d\\ude00"}\n')
-    (only,) = read_documents(settings_for(tmp_path / "c.jsonl"))
+    (only,) = read(tmp_path / "c.jsonl")
     assert (only.text, only.labels, only.doc_id) == ("a \ufffd b", {"topic": "\ufffd"}, "\U0001f600")
 
 
 def test_blank_lines_and_a_byte_order_mark_are_not_documents(tmp_path):
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
-    result = list(read_documents(settings_for(tmp_path / "c.jsonl")))
-    assert [(d.index, d.text, d.location.rpartition(":")[2]) for d in result] == [(0, "a", "1"), (1, "b", "4")]
-
-
-# ---------------------------------------------------------------- types
+    result = [(d.index, d.text, d.location.rpartition(":")[2]) for d in read(tmp_path / "c.jsonl")]
+    assert result == [(0, "a", "1"), (1, "b", "4")]
 
 
 def tool(name, **properties):
@@ -309,44 +283,35 @@ def call(**arguments):
     return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
+USER = {"role": "user", "content": "go"}
 CHATS = [
-    {
-        "id": 1,
-        "messages": [{"role": "user", "content": "go"}, call(city="Paris")],
-        "tools": [tool("a", city={"type": "string"})],
-    },
+    {"id": 1, "messages": [USER, call(city="Paris")], "tools": [tool("a", city={"type": "string"})]},
     {
         "id": 2,
-        "messages": [{"role": "user", "content": "go"}, call(to="Ann", n=[1, None])],
+        "messages": [USER, call(to="Ann", n=[1, None])],
         "tools": [tool("b", n={"anyOf": [{"type": "null"}, {"type": "array"}]})],
     },
-    {"id": 3, "messages": [{"role": "user", "content": "go"}, call()], "tools": None},
+    {"id": 3, "messages": [USER, call()], "tools": None},
 ]
 
 
 def test_a_conversation_is_the_same_from_every_format(tmp_path):
     """Members that a struct has only for other records are absent; JSON columns are parsed."""
-    expected = plain_chats(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", CHATS))))
+    file = write_jsonl(tmp_path / "c.jsonl", CHATS)
+    expected = plain_chats(read(file))
     assert expected[1][0][1]["tool_calls"][0]["function"]["arguments"] == {"to": "Ann", "n": [1, None]}
-    nulls = [{**CHATS[0], "messages": [{"role": "user", "content": "go", "name": None}, call(city="Paris", to=None)]}]
-    as_json = datasets.load_dataset(
-        "json", data_files=str(tmp_path / "c.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    nulls = [{**CHATS[0], "messages": [{**USER, "name": None}, call(city="Paris", to=None)]}, *CHATS[1:]]
+    as_json = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     assert "Json" in str(as_json.features)
     as_json.save_to_disk(tmp_path / "json")
     as_json.to_parquet(tmp_path / "json.parquet")
-    table = pa.Table.from_pylist(CHATS)
-    one_json = table.set_column(1, "messages", pa.array([json.dumps(c["messages"]) for c in CHATS], pa.json_()))
-    pq.write_table(one_json, tmp_path / "one.parquet")
-    sources = {
-        "nulls": read_documents(settings_for(write_jsonl(tmp_path / "n.jsonl", [*nulls, *CHATS[1:]]))),
-        "parquet": read_documents(settings_for(write_parquet(tmp_path / "c.parquet", CHATS))),
-        "datasets": read_documents(settings_for(save_dataset(tmp_path / "saved", CHATS))),
-        "json": read_documents(settings_for(tmp_path / "json")),
-        "json.parquet": read_documents(settings_for(tmp_path / "json.parquet")),
-        "one.parquet": read_documents(settings_for(tmp_path / "one.parquet")),
-        "memory": documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none")),
-    }
+    messages = pa.array([json.dumps(c["messages"]) for c in CHATS], pa.json_())
+    pq.write_table(pa.Table.from_pylist(CHATS).set_column(1, "messages", messages), tmp_path / "one.parquet")
+    places = [write_jsonl(tmp_path / "n.jsonl", nulls), write_parquet(tmp_path / "c.parquet", CHATS)]
+    places += [save_dataset(tmp_path / "saved", CHATS)]
+    places += [tmp_path / name for name in ("json", "json.parquet", "one.parquet")]
+    sources = {str(place): read(place) for place in places}
+    sources["memory"] = documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none"))
     assert {name: plain_chats(documents) for name, documents in sources.items()} == dict.fromkeys(sources, expected)
 
 
@@ -358,11 +323,9 @@ def test_scalars_of_a_json_column_are_labels(tmp_path):
     rows = [{"text": "a b", "x": value} for value in (5, "b", None, {"y": 1}, [1])]
     table = pa.table({"text": ["a b"] * 5, "x": pa.array([json.dumps(row["x"]) for row in rows], pa.json_())})
     pq.write_table(table, tmp_path / "c.parquet")
-    expected = [
-        (dict(d.labels), d.ignored) for d in read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows)))
-    ]
-    assert expected == [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({"x.y": 1}, ()), ({}, ("x",))]
-    assert [(dict(d.labels), d.ignored) for d in read_documents(settings_for(tmp_path / "c.parquet"))] == expected
+    expected = [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({"x.y": 1}, ()), ({}, ("x",))]
+    for path in (write_jsonl(tmp_path / "c.jsonl", rows), tmp_path / "c.parquet"):
+        assert [(dict(d.labels), d.ignored) for d in read(path)] == expected
 
 
 def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
@@ -372,21 +335,18 @@ def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
     table.to_parquet(tmp_path / "c.parquet")
     table.to_json(tmp_path / "c.jsonl")
     for name in ("saved", "c.parquet", "c.jsonl"):
-        assert [d.labels["y"] for d in read_documents(settings_for(tmp_path / name))] == [1, 0]
+        assert [labels["y"] for labels in labels_of(tmp_path / name)] == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested")], ids=["cut", "deep"]
-)
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON: Expecting"), ("[" * 100_000, "nested")], ids=len)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_invalid_json_is_an_error_with_its_row(tmp_path, text, message, depth):
     column = pa.array(["1", "2", "3", text, "5"])
     column = column if depth == 0 else pa.ListArray.from_arrays([0, 1, 2, 3, 4, 5], column)
     table = pa.table({"text": ["a"] * 5, "x": column.cast([pa.json_(), pa.list_(pa.json_())][depth])})
-    settings = settings_for(tmp_path / "c.parquet", text_column="x" if depth else "text")
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=2)
     with pytest.raises(CorpusError, match=rf"parquet, row 3: .*'x': .*{message}"):
-        list(read_documents(settings))
+        read(tmp_path / "c.parquet", text_column="x" if depth else "text")
 
 
 ODD_NAMES = ["meta", "meta.lang", "meta.lang.x", "a b", 'it\'s "so"', "\u00e9t\u00e9"]
@@ -396,13 +356,12 @@ def test_a_column_with_a_dot_in_its_name_is_not_a_struct_field(tmp_path):
     """Each column is read completely and once; a column takes precedence over a field of that path."""
     rows = [{"id": f"d{i}", "text": f"t {i}", **{name: f"{name} {i}" for name in ODD_NAMES[1:]}} for i in range(5)]
     nested = [{**row, "meta": {"lang": "no label", "x": i}} for i, row in enumerate(rows)]
-    write_parquet(tmp_path / "c.parquet", nested)
-    result = list(read_documents(settings_for(tmp_path / "c.parquet")))
+    path = write_parquet(tmp_path / "c.parquet", nested)
     expected = [{name: row[name] for name in ODD_NAMES[1:]} | {"meta.x": i} for i, row in enumerate(rows)]
-    assert [dict(d.labels) for d in result] == expected
-    assert [d.text for d in result] == [row["text"] for row in rows]
-    as_text = list(read_documents(settings_for(tmp_path / "c.parquet", text_column="meta.lang")))
-    assert [d.text for d in as_text] == [row["meta.lang"] for row in rows]
+    assert [(d.text, dict(d.labels)) for d in read(path)] == [
+        (row["text"], labels) for row, labels in zip(rows, expected, strict=True)
+    ]
+    assert [d.text for d in read(path, text_column="meta.lang")] == [row["meta.lang"] for row in rows]
 
 
 SHARDS = [
@@ -417,15 +376,12 @@ def test_files_whose_columns_differ_are_one_corpus(tmp_path):
     for k, shard in enumerate(SHARDS):
         table = pa.table({"id": [f"{k}-0", f"{k}-1"], "text": [f"a {k}", f"b {k}"], **shard})
         pq.write_table(table, tmp_path / f"{k}.parquet")
-    result = list(read_documents(settings_for(tmp_path)))
+    labels = labels_of(tmp_path)
     day = ["1970-01-01T00:00:00", "1970-01-01T00:00:01"]
-    assert [d.labels.get("lang") for d in result] == [None, None, "en", None, None, None, "de", "en"]
-    assert [d.labels["n"] for d in result] == [1, 2, 0.5, None, "x", "1", 2**60 + 1, 1]
-    assert [d.labels.get("m") for d in result] == ["a", "b", "a", "c", "a", None, None, None]
-    assert [d.labels.get("day") for d in result] == [None] * 4 + day * 2
-
-
-# ---------------------------------------------------------------- folders that say what is in them
+    assert [row.get("lang") for row in labels] == [None, None, "en", None, None, None, "de", "en"]
+    assert [row["n"] for row in labels] == [1, 2, 0.5, None, "x", "1", 2**60 + 1, 1]
+    assert [row.get("m") for row in labels] == ["a", "b", "a", "c", "a", None, None, None]
+    assert [row.get("day") for row in labels] == [None] * 4 + day * 2
 
 
 def write_folders(root: Path, folders, suffix=".parquet", **columns):
@@ -456,19 +412,18 @@ def test_folders_named_key_value_are_labels(tmp_path, suffix, values, labels):
         str(tmp_path / f"topic={value}" / f"part{suffix}") for value in values
     )
     assert plain(read_documents(config, start=1)) == plain(result)[1:]
-    as_pyarrow = pads.dataset(tmp_path, partitioning="hive", format="parquet") if suffix == ".parquet" else None
-    if as_pyarrow is not None:
-        assert set(as_pyarrow.to_table()["topic"].to_pylist()) == {d.labels["topic"] for d in result}
+    if suffix == ".parquet":
+        as_pyarrow = pads.dataset(tmp_path, partitioning="hive", format="parquet").to_table()
+        assert set(as_pyarrow["topic"].to_pylist()) == {d.labels["topic"] for d in result}
 
 
 def test_names_and_order_of_records_do_not_depend_on_folders(tmp_path):
     write_chunked(tmp_path / "a" / "x=1", records(6), [3], ".parquet")
     write_chunked(tmp_path / "b" / "x", records(6), [3], ".parquet")
-    labelled, unlabelled = (list(read_documents(settings_for(tmp_path / name))) for name in "ab")
+    labelled, unlabelled = read(tmp_path / "a"), read(tmp_path / "b")
     assert [(d.doc_id, d.text) for d in labelled] == [(d.doc_id, d.text) for d in unlabelled]
     assert [dict(d.labels) for d in labelled] == [{**d.labels, "x": 1} for d in unlabelled]
-    subfolder = list(read_documents(settings_for(tmp_path / "a" / "x=1")))  # folders above the corpus are not labels
-    assert [dict(d.labels) for d in subfolder] == [dict(d.labels) for d in unlabelled]
+    assert labels_of(tmp_path / "a" / "x=1") == labels_of(tmp_path / "b")  # folders above the corpus are not labels
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
@@ -483,12 +438,7 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
         list(read_documents(config))
 
 
-# ---------------------------------------------------------------- streaming
-
-
 class Endless:
-    """A corpus with infinitely many documents."""
-
     def identity(self):
         return []
 
@@ -526,16 +476,13 @@ def test_reading_parquet_does_not_keep_the_file_in_memory(tmp_path):
     assert most < 16_000_000
 
 
-# ---------------------------------------------------------------- bad input
-
-
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("grasp.corpus.text_files.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "c.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b'{"text": "a"}\n{"text": "' + b"a" * (4 << 20))
     with pytest.raises(CorpusError, match=r"c\.jsonl\.gz:2: .*1 MiB"):
-        list(read_documents(settings_for(path)))
+        read(path)
 
 
 FIRST = b'{"text": "a"}\n\n'
@@ -579,67 +526,56 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path, name, content, message)
     else:
         pq.write_table(content, tmp_path / name)
     with pytest.raises(CorpusError, match=message):
-        list(read_documents(settings_for(tmp_path / name)))
+        read(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_requested_column_is_read_or_reported_missing(tmp_path, suffix):
-    path = write_chunked(tmp_path, [{"body": "x"}], [], suffix)
-    assert [d.text for d in read_documents(settings_for(path, text_column="body"))] == ["x"]
+def test_a_requested_column_is_read_or_reported_missing(write):
+    path = write([{"body": "x"}])
+    assert [d.text for d in read(path, text_column="body")] == ["x"]
     with pytest.raises(CorpusError, match=r"'url'.*row_id_column.*\bbody\b"):
-        list(read_documents(settings_for(path, text_column="body", row_id_column="url")))
+        read(path, text_column="body", row_id_column="url")
 
 
 def test_paths_without_a_corpus_are_refused(tmp_path):
-    with pytest.raises(CorpusError, match="nope"):
-        read_documents(settings_for("nope://x"))
-    (tmp_path / "c.xls").write_text("text\nx\n")
-    with pytest.raises(CorpusError, match="no file of records"):
-        read_documents(settings_for(tmp_path))
-    write_parquet(tmp_path / "a.parquet", records(2))
-    write_jsonl(tmp_path / "a.jsonl", records(2))
-    with pytest.raises(CorpusError, match="both Parquet and JSONL"):
-        read_documents(settings_for(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "c.xls").write_text("text\nx\n")
+    write_parquet(tmp_path / "two" / "a.parquet", records(2))
+    write_jsonl(tmp_path / "two" / "a.jsonl", records(2))
     saved = save_dataset(tmp_path / "saved", records(20))
     next(saved.glob("*.arrow")).write_bytes(b"")
-    with pytest.raises(CorpusError, match="`datasets` directory"):
-        list(read_documents(settings_for(saved)))
+    for path, message in (
+        ("nope://x", "nope"),
+        (IN_MEMORY + "12", "in memory, 12"),
+        (tmp_path / "other", "no file of records"),
+        (tmp_path / "two", "both Parquet and JSONL"),
+        (saved, "`datasets` directory"),
+    ):
+        with pytest.raises(CorpusError, match=message):
+            read(path)
 
 
-def test_nested_fields_are_labels_in_every_format(tmp_path):
-    """Structs, JSON objects and JSON text give the same labels; of lists only those of texts are labels."""
+def test_nested_fields_are_labels_in_every_format(tmp_path, write):
     meta = [
         {"source": "web", "quality": {"score": 0.5}, "spans": [{"a": 1}]},
         {"source": "wiki", "quality": {"score": 0.25}, "spans": [{"a": 2}]},
     ]
     rows = [{"text": f"t {i}", "tags": ["x", "y"][: i + 1], "v": [0.1, 0.2], "m": m} for i, m in enumerate(meta)]
-    as_text = [{**row, "m": json.dumps(row["m"])} for row in rows]
-    expected = [
+    expected = [  # of lists only those of texts are labels
         {"tags": '["x"]', "m.source": "web", "m.quality.score": 0.5},
         {"tags": '["x", "y"]', "m.source": "wiki", "m.quality.score": 0.25},
     ]
-    sources = [
-        write_jsonl(tmp_path / "c.jsonl", rows),
-        write_parquet(tmp_path / "c.parquet", rows),
-        save_dataset(tmp_path / "saved", rows),
-        write_jsonl(tmp_path / "text.jsonl", as_text),
-        write_parquet(tmp_path / "text.parquet", as_text),
-    ]
-    for source in sources:
-        documents = list(read_documents(settings_for(source)))
-        assert [dict(d.labels) for d in documents] == expected
-        assert {d.ignored for d in documents} == {("m.spans", "v")}
-        paths = {"label_paths": ("m.spans.0.a", "v.1")}
-        labels = [dict(d.labels) for d in read_documents(settings_for(source, **paths))]
+    as_text = [{**row, "m": json.dumps(row["m"])} for row in rows]
+    for source in (write(rows), write(as_text, "text"), save_dataset(tmp_path / "saved", rows)):
+        assert labels_of(source) == expected
+        assert {d.ignored for d in read(source)} == {("m.spans", "v")}
+        labels = labels_of(source, label_paths=("m.spans.0.a", "v.1"))
         assert labels == [{**row, "m.spans.0.a": i + 1, "v.1": 0.2} for i, row in enumerate(expected)]
 
 
 def test_names_of_files_are_labels_on_request(tmp_path):
     for place in ("web/part-0", "web/part-1", "lang=en/books/part-0"):
-        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / f"{place}.jsonl", [{"text": place}])
-    documents = list(read_documents(settings_for(tmp_path, path_labels=True)))
-    assert {d.text: dict(d.labels) for d in documents} == {
+    assert {d.text: dict(d.labels) for d in read(tmp_path, path_labels=True)} == {
         "web/part-0": {"file": "web/part-0", "directory": "web"},
         "web/part-1": {"file": "web/part-1", "directory": "web"},
         "lang=en/books/part-0": {"file": "lang=en/books/part-0", "directory": "books", "lang": "en"},
@@ -648,23 +584,15 @@ def test_names_of_files_are_labels_on_request(tmp_path):
 
 def test_keys_that_are_data_become_a_limited_number_of_columns(tmp_path):
     rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MAX_FIELDS)]
-    documents = list(read_documents(settings_for(write_jsonl(tmp_path / "c.jsonl", rows))))
+    documents = read(write_jsonl(tmp_path / "c.jsonl", rows))
     assert len({name for d in documents for name in d.labels}) == MAX_FIELDS
     assert documents[-1].ignored == ("counts",)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_ids_missing_from_a_file_do_not_replace_those_of_other_files(tmp_path, suffix):
+def test_ids_missing_from_a_file_do_not_replace_those_of_other_files(tmp_path, write):
     shards = [[{"id": "a", "text": "one"}], [{"text": "two"}, {"text": "three"}], [{"id": "d", "text": "four"}]]
-    (tmp_path / "corpus").mkdir()
     for k, shard in enumerate(shards):
-        file = tmp_path / "corpus" / f"{k}{suffix}"
-        if suffix == ".jsonl":
-            file.write_text("".join(f"{json.dumps(record)}\n" for record in shard))
-        else:
-            pq.write_table(pa.Table.from_pylist(shard), file)
-    documents = list(read_documents(settings_for(tmp_path / "corpus")))
+        write(shard, f"corpus/{k}")
+    documents = read(tmp_path / "corpus")
     assert [document.row_id for document in documents] == ["a", None, None, "d"]
-    names = [document.name for document in documents]
-    assert names[::3] == ["a", "d"]
-    assert [name.rpartition("-")[2] for name in names[1:3]] == ["1", "2"]
+    assert [document.name.rpartition("-")[2] for document in documents] == ["a", "1", "2", "d"]

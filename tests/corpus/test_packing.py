@@ -41,7 +41,6 @@ def test_document_packing_cuts_each_document_separately(texts, length, eos_id, m
 
 @st.composite
 def mixed_documents(draw):
-    """Draw documents of which some are texts and some token ids."""
     ids = st.lists(st.integers(0, 499), max_size=9)
     drawn = draw(st.lists(st.one_of(st.text("ab  ", max_size=30), ids), min_size=1, max_size=8))
     return [document(i, *((x, None) if isinstance(x, str) else (None, x))) for i, x in enumerate(drawn)]
@@ -128,15 +127,12 @@ def test_a_text_without_a_token_is_empty():
 
 
 class NoOffsets(Words):
-    """Reports no offsets, as slow tokenizers do."""
-
     def encode_with_spans(self, texts):
         return [(ids, None) for ids in self.encode(texts)]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 9))
 def test_the_snippet_is_the_text_of_the_row(sizes, length):
-    """Also where characters are unevenly distributed over tokens."""
     words = [f"{i}".ljust(size, "x") for i, size in enumerate(sizes)]
     tokens = Words(eos_id=None)
     changes = {"max_length": length, "shortest_end": 1, "snippet_chars": 10_000}

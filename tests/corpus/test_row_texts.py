@@ -36,7 +36,6 @@ def texts_of(store, corpus_settings, tokenizer, row_index):
 
 
 def rows_with_texts(corpus_settings, tokenizer, directory):
-    """Return the rows of a store with their texts, and the documents that packing assigns."""
     store = RowStore.write(directory, corpus_settings, tokenizer, shard_rows=5)
     texts = texts_of(store, corpus_settings, tokenizer, range(store.n_rows))
     documents = [row.document for row in pack(read_documents(corpus_settings), corpus_settings, tokenizer)]

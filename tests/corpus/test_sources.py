@@ -147,8 +147,6 @@ def test_a_bucket_without_credentials_is_an_error_of_one_line(no_credentials):
 
 
 class Unplugged(MemoryFileSystem):
-    """Files in memory, one method of which fails as if the network were unplugged."""
-
     protocol = "unplugged"
     method = ""
     cachable = False

@@ -115,9 +115,6 @@ def test_a_corpus_gives_the_same_store_in_every_format(tmp_path):
     assert results[0][2:4] == (("topic", "year", "meta.a"), ())
 
 
-# ---------------------------------------------------------------- resuming
-
-
 def test_a_store_killed_after_any_shard_resumes_to_the_same_bytes(tmp_path, corpus):
     rows = [*records(6), {"text": ""}, {"text": "  "}, *records(2), {"text": "solo"}, {"text": " \n"}]
     corpus = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
@@ -263,9 +260,6 @@ def test_another_input_is_refused_on_resume(tmp_path, corpus, change, options, m
         write(tmp_path / "store", corpus, **options)
 
 
-# ---------------------------------------------------------------- reading
-
-
 @given(st.lists(st.integers(0, 29), max_size=12), st.sampled_from([1, 4, 7, 100]))
 @settings(max_examples=30)
 def test_rows_have_the_requested_order(tmp_path_factory, picked, shard_rows):
@@ -405,9 +399,6 @@ def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path):
     assert tokenizer.largest < 5_000_000
 
 
-# ---------------------------------------------------------------- bad input
-
-
 def test_a_bad_line_after_some_shards_keeps_them(tmp_path):
     lines = [json.dumps({"text": f"a b c {i}"}) for i in range(300)]
     (tmp_path / "c.jsonl").write_text("\n".join([*lines, "{broken"]))
@@ -432,9 +423,6 @@ def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
         "shard-00001.parquet",
     ]
     assert write(tmp_path / "store", path, max_length=4000).n_rows == 12
-
-
-# ---------------------------------------------------------------- real files
 
 
 @pytest.mark.parametrize("name", ["cc_weborganizer", "pool"])

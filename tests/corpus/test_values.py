@@ -21,7 +21,6 @@ ZONES = (None, "UTC", "+05:30", "America/New_York")
 
 
 def isoformat(moment: datetime.datetime | datetime.time) -> str:
-    """Format as ISO 8601 with the fewest groups of three digits after the second."""
     text = moment.isoformat()
     return text[:-3] if moment.microsecond and moment.microsecond % 1000 == 0 else text
 
@@ -115,7 +114,6 @@ NESTED = st.recursive(
 
 
 def without_nulls(value):
-    """Remove members of objects that are null."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -69,8 +69,6 @@ def tiny(kind: str, *, bos: bool = False, template: str | None = None) -> HfToke
 
 
 class WithoutOffsets:
-    """A tokenizer without token offsets, such as those written in Python."""
-
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._tokenizer = tokenizer
 

@@ -41,7 +41,6 @@ class Words:
 
 
 def sentences(n: int, *, words: int = 7, seed: int = 0) -> list[str]:
-    """Return `n` different texts of 1 to 2 `words` words."""
     rng = np.random.default_rng(seed)
     return [" ".join(f"w{rng.integers(99)}" for _ in range(rng.integers(1, 2 * words))) + f" d{i}" for i in range(n)]
 
@@ -68,7 +67,6 @@ def write_parquet(path: Path, rows: Sequence[dict], group: int = 3) -> Path:
 
 
 def write_chunked(directory: Path, rows: Sequence[dict], cuts: Sequence[int], suffix: str) -> Path:
-    """Write rows as several files, cut at the given positions."""
     edges = [0, *sorted(cut for cut in cuts if cut < len(rows)), len(rows)]
     for k, (first, last) in enumerate(itertools.pairwise(edges)):
         if first < last:
@@ -82,7 +80,6 @@ def settings_for(path: Path | str, **changes) -> CorpusSettings:
 
 
 def rows_of(store: RowStore) -> list[tuple]:
-    """Return the rows of a store as plain values."""
     shards = [store.shard(k) for k in range(store.n_shards)]
     return [(row, shard.ids(i).tolist()) for shard in shards for i, row in enumerate(shard.table.to_pylist())]
 
@@ -92,7 +89,6 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Words) -> list[list[int]]:
-    """Return the tokens of every non-empty text, EOS included."""
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return [ids + eos for ids in tokenizer.encode(texts) if ids]
 

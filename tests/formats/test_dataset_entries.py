@@ -9,6 +9,7 @@ from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.file_readers import claimed
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import load_units
+from tests.corpus.world import write_jsonl
 from tests.formats.test_trainers import CUSTOM, ENTRIES, entry_in, write_data
 
 
@@ -22,8 +23,12 @@ def axolotl(place, *entries, **config):
     return place / "axolotl.yaml"
 
 
+def documents_of(path, **settings):
+    return list(read_documents(CorpusSettings(path=str(path), **settings)))
+
+
 def conversations(path):
-    return [document.conversation for document in read_documents(CorpusSettings(path=str(path)))]
+    return [document.conversation for document in documents_of(path)]
 
 
 def test_columns_history_and_system_of_an_entry(tmp_path):
@@ -37,14 +42,12 @@ def test_columns_history_and_system_of_an_entry(tmp_path):
         ("assistant", "2"),
     ]
     assert [turn["content"] for turn in second.turns] == ["Go on.", "3"]
-    documents = list(read_documents(CorpusSettings(path=f"{tmp_path}#custom")))
-    assert [document.labels for document in documents] == [{"input": "a label"}, {"input": "b"}]
-
-
-def test_the_only_entry_needs_no_name(tmp_path):
-    write_data(tmp_path)
-    llama_factory(tmp_path, only=ENTRIES["custom"])
-    assert conversations(tmp_path) == conversations(f"{tmp_path}/dataset_info.json#only")
+    assert [document.labels for document in documents_of(f"{tmp_path}#custom")] == [
+        {"input": "a label"},
+        {"input": "b"},
+    ]
+    llama_factory(tmp_path, only=ENTRIES["custom"])  # needs no name
+    assert conversations(tmp_path) == conversations(f"{tmp_path}/dataset_info.json#only") == [first, second]
 
 
 def test_settings_are_resolved_once(tmp_path):
@@ -59,28 +62,26 @@ def test_settings_are_resolved_once(tmp_path):
 
 def test_templates_precede_the_form_of_an_entry(tmp_path):
     write_data(tmp_path)
-    settings = CorpusSettings(path=f"{tmp_path}#custom", prompt="{q} ", completion="{a}")
-    assert [document.text for document in read_documents(settings)] == ["Add. 2", "Go on. 3"]
+    documents = documents_of(f"{tmp_path}#custom", prompt="{q} ", completion="{a}")
+    assert [document.text for document in documents] == ["Add. 2", "Go on. 3"]
 
 
 def test_text_alone_is_for_pretraining(tmp_path):
-    (tmp_path / "c4.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    write_jsonl(tmp_path / "c4.jsonl", [{"text": "one"}, {"text": "two"}])
     path = llama_factory(tmp_path, c4={"file_name": "c4.jsonl", "columns": {"prompt": "text"}})
-    (first, _) = read_documents(CorpusSettings(path=str(path)))
+    (first, _) = documents_of(path)
     assert (first.text, first.answers) == ("one", None)
 
 
 def test_prompts_of_axolotl(tmp_path):
-    path, _ = entry_in(tmp_path, "user_defined")
-    first, second = read_documents(CorpusSettings(path=str(path)))
+    first, second = documents_of(entry_in(tmp_path, "user_defined")[0])
     assert first.text == "<<Be brief.>> [INST] Add. 1 + 1 [/INST]2"
     assert first.answers == ((len(first.text) - 1, len(first.text)),)
     assert second.text == "[INST] Go on. [/INST]3"
 
 
 def test_turns_that_axolotl_does_not_train(tmp_path):
-    path, _ = entry_in(tmp_path, "sharegpt keys")
-    (conversation,) = conversations(path)
+    (conversation,) = conversations(entry_in(tmp_path, "sharegpt keys")[0])
     assert conversation.untrained == {1}
 
 
@@ -92,60 +93,48 @@ def test_train_on_inputs(tmp_path):
 
 
 def test_only_marked_turns_are_trained_if_no_role_is(tmp_path):
-    answers = [{"from": "gpt", "value": "a draft"}, {"from": "gpt", "value": "no"}, {"from": "gpt", "value": "yes"}]
-    marks = [{}, {"train": False}, {"train": True}]
-    turns = [
-        turn
-        for answer, mark in zip(answers, marks, strict=True)
-        for turn in ({"from": "human", "value": "ask"}, answer | mark)
-    ]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'conversations': turns})}\n")
-    entry = {
-        "path": str(tmp_path / "chats.jsonl"),
-        "type": "chat_template",
-        "field_messages": "conversations",
-        "message_property_mappings": {"role": "from", "content": "value"},
-        "message_field_training": "train",
-    }
-    for roles_to_train, answers_with_loss in (([], [5]), (["assistant"], [1, 5]), (None, [1, 5])):
-        (conversation,) = conversations(axolotl(tmp_path, entry | {"roles_to_train": roles_to_train}))
+    turns = []
+    for answer, mark in (("a draft", {}), ("no", {"train": False}), ("yes", {"train": True})):
+        turns += [{"from": "human", "value": "ask"}, {"from": "gpt", "value": answer} | mark]
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"conversations": turns}])
+    entry = {"path": str(path), "type": "chat_template", "field_messages": "conversations"}
+    entry |= {"message_property_mappings": {"role": "from", "content": "value"}, "message_field_training": "train"}
+    for roles_to_train, on_inputs, answers_with_loss in (
+        ([], {}, [5]),
+        (["assistant"], {}, [1, 5]),
+        (None, {}, [1, 5]),
+        ([], {"train_on_inputs": True}, [1, 5]),  # all turns but those that are marked otherwise
+    ):
+        (conversation,) = conversations(axolotl(tmp_path, entry | {"roles_to_train": roles_to_train}, **on_inputs))
         assert conversation.answers == answers_with_loss
-    (conversation,) = conversations(axolotl(tmp_path, entry | {"roles_to_train": []}, train_on_inputs=True))
-    assert conversation.answers == [1, 5]  # all turns but those that are marked otherwise
 
 
 @pytest.mark.parametrize("split", ["train", "train[:10%]", "train[2:4]", "train[-5:]", "train[50%:]"])
 def test_an_entry_reads_the_same_part_of_a_file_as_datasets(tmp_path, split):
     datasets = pytest.importorskip("datasets")
-    (tmp_path / "c.jsonl").write_text("".join(f'{{"text": "{k}"}}\n' for k in range(25)))
-    file = str(tmp_path / "c.jsonl")
+    file = str(write_jsonl(tmp_path / "c.jsonl", [{"text": f"{k}"} for k in range(25)]))
     expected = datasets.load_dataset("json", data_files=file, split=split, cache_dir=str(tmp_path / "cache"))["text"]
     entries = (
         axolotl(tmp_path, {"path": file, "ds_type": "json", "type": "completion", "split": split}),
         llama_factory(tmp_path, c={"file_name": "c.jsonl", "columns": {"prompt": "text"}, "split": split}),
     )
     for path in entries:
-        assert [document.text for document in read_documents(CorpusSettings(path=str(path)))] == list(expected)
+        assert [document.text for document in documents_of(path)] == list(expected)
 
 
 def test_fields_that_are_not_used_are_noted(tmp_path):
-    path = axolotl(tmp_path, {"path": "a.json", "type": "completion", "ds_type": "json", "conversation": "vicuna"})
-    assert CorpusSettings(path=str(path)).fields.notes == ("not used: conversation",)
-    path = axolotl(tmp_path, {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}})
-    assert CorpusSettings(path=str(path)).fields.notes == ("not used: suffix",)
+    def notes(path):
+        return CorpusSettings(path=str(path)).fields.notes
+
+    completion = {"path": "a.json", "type": "completion", "ds_type": "json", "conversation": "vicuna"}
+    assert notes(axolotl(tmp_path, completion)) == ("not used: conversation",)
+    own = {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}}
+    assert notes(axolotl(tmp_path, own)) == ("not used: suffix",)
     columns = {"prompt": "text", "weight": "w"}
     path = llama_factory(tmp_path, x={"file_name": "a.json", "ms_hub_url": "a/b", "license": "MIT", "columns": columns})
-    assert CorpusSettings(path=str(path)).fields.notes == (
-        "ms_hub_url is not read, but file_name",
-        "not used: license",
-        "not used: weight",
-    )
-
-
-def test_templates_of_entries_are_noted(tmp_path):
-    entry = {"path": "a.json", "type": "chat_template"}
+    assert notes(path) == ("ms_hub_url is not read, but file_name", "not used: license", "not used: weight")
     for changes, name in (({"chat_template": "chatml"}, "chatml"), ({"chat_template_jinja": "{{ x }}"}, "jinja")):
-        (note,) = CorpusSettings(path=str(axolotl(tmp_path, entry | changes))).fields.notes
+        (note,) = notes(axolotl(tmp_path, {"path": "a.json", "type": "chat_template"} | changes))
         assert note.startswith(f"chat_template: {name} is not read")
 
 
@@ -169,19 +158,12 @@ def test_entries_are_targets(tmp_path):
     }
 
 
+TURN = {"from": "human", "value": "water?"}
+SIDES = {"chosen": {"from": "gpt", "value": "wet."}, "rejected": {"from": "gpt", "value": "dry."}}
 PAIRS = {
     "chats": (
-        [
-            {
-                "conversations": [{"from": "human", "value": "water?"}],
-                "chosen": {"from": "gpt", "value": "wet."},
-                "rejected": {"from": "gpt", "value": "dry."},
-            }
-        ],
-        {
-            "formatting": "sharegpt",
-            "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
-        },
+        [{"conversations": [TURN], **SIDES}],
+        {"formatting": "sharegpt", "columns": {"messages": "conversations"} | {side: side for side in SIDES}},
     ),
     "instructions": (
         [{"q": "water", "more": "or fire?", "good": "wet.", "bad": "dry.", "output": "x"}],
@@ -195,21 +177,15 @@ def test_preference_pairs_of_llama_factory(tmp_path, name):
     records, entry = PAIRS[name]
     (tmp_path / "pairs.json").write_text(json.dumps(records))
     path = llama_factory(tmp_path, pairs={"file_name": "pairs.json", "ranking": True, **entry})
-    (document,) = read_documents(CorpusSettings(path=str(path), form="preference"))
+    (document,) = documents_of(path, form="preference")
     question = {"chats": "water?", "instructions": "water\nor fire?"}[name]
     for side, answer in ((document, "wet."), (document.rejected, "dry.")):
         assert [turn["content"] for turn in side.conversation.turns] == [question, answer]
     with pytest.raises(CorpusError, match=r"preference pairs.* --loss dpo"):
-        list(read_documents(CorpusSettings(path=str(path))))
+        documents_of(path)
     (unit,) = load_units(TargetSettings(names=(str(path),))).units
     assert unit.conversation.turns == document.conversation.turns
     assert [other.conversation.turns for other in unit.others] == [document.rejected.conversation.turns]
-
-
-def test_entries_without_preference_pairs_are_not_read_as_pairs(tmp_path):
-    write_data(tmp_path)
-    with pytest.raises(CorpusError, match="no preference pairs"):
-        list(read_documents(CorpusSettings(path=f"{tmp_path}#custom", form="preference")))
 
 
 def test_directories_of_datasets_are_not_entries(tmp_path):
@@ -220,66 +196,50 @@ def test_directories_of_datasets_are_not_entries(tmp_path):
     assert claimed("corpus", str(tmp_path)) is None
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"file_name": "a.json", "formatting": "x"}, "formatting: got 'x', expected alpaca, sharegpt or openai"),
-        ({"file_name": "a.json", "columns": {"images": "i"}}, "columns.images: only texts are supported"),
-        ({"file_name": "a.json", "ranking": True}, "ranking needs columns.chosen and columns.rejected"),
-        ({"script_url": "x"}, "script_url is not supported; download the data"),
-        ({"hf_hub_url": "a/b", "subset": "c"}, "subset is not supported; download the data"),
-        ({"hf_hub_url": "a/b", "folder": "c"}, "folder is not supported; download the data"),
-        ({"file_name": "a.json", "split": "test"}, "split: got 'test', but the only split of a file is train"),
-        ({"file_name": "a.json", "formating": "sharegpt"}, "unknown field formating; did you mean formatting?"),
-        ({"file_name": "a.json", "columns": {"promt": "q"}}, "columns: unknown field promt; did you mean prompt?"),
-        ({"file_name": "a.json", "columns": "x"}, "columns: got 'x', expected names by role"),
-        ({"file_name": "a.json", "columns": {}}, "expected prompt and response, or prompt alone"),
-        (
-            {"file_name": "a.json", "formatting": "sharegpt", "tags": {"role_tag": "role"}},
-            "tags.content_tag is missing; with `tags`, all of them must be given",
-        ),
-    ],
-)
-def test_entries_of_llama_factory_that_are_refused(tmp_path, entry, message):
-    path = llama_factory(tmp_path, x=entry)
-    with pytest.raises(SettingsError) as err:
-        CorpusSettings(path=str(path))
-    assert str(err.value).startswith(f"{path}#x: ")
-    assert message in str(err.value)
+A = {"path": "a.json"}
+CHAT_TEMPLATE = A | {"type": "chat_template"}
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            {"path": "a.json", "type": "context_qa.load_v2"},
-            "type: got 'context_qa.load_v2', expected completion, chat_",
-        ),
+        ({"formatting": "x"}, "formatting: got 'x', expected alpaca, sharegpt or openai"),
+        ({"columns": {"images": "i"}}, "columns.images: only texts are supported"),
+        ({"ranking": True}, "ranking needs columns.chosen and columns.rejected"),
+        ({"file_name": None, "script_url": "x"}, "script_url is not supported; download the data"),
+        ({"file_name": None, "hf_hub_url": "a/b", "subset": "c"}, "subset is not supported; download the data"),
+        ({"file_name": None, "hf_hub_url": "a/b", "folder": "c"}, "folder is not supported; download the data"),
+        ({"split": "test"}, "split: got 'test', but the only split of a file is train"),
+        ({"formating": "sharegpt"}, "unknown field formating; did you mean formatting?"),
+        ({"columns": {"promt": "q"}}, "columns: unknown field promt; did you mean prompt?"),
+        ({"columns": "x"}, "columns: got 'x', expected names by role"),
+        ({"columns": {}}, "expected prompt and response, or prompt alone"),
+        ({"formatting": "sharegpt", "tags": {"role_tag": "role"}}, "tags.content_tag is missing; with `tags`, all of"),
+        # of Axolotl
+        (A | {"type": "context_qa.load_v2"}, "type: got 'context_qa.load_v2', expected completion, chat_"),
         ({"path": "a/b", "name": "part"}, "name: got 'part', which is not supported"),
         ({"path": "a/b", "revision": "v1"}, "revision: got 'v1', which is not supported"),
-        ({"path": "a.json", "shards": 10, "shards_idx": 0}, "shards: got 10, which is not supported"),
-        ({"path": "a.json", "skip": 5}, "skip: got 5, which is not supported"),
-        ({"path": "a.json", "type": "chat_template", "split_thinking": True}, "split_thinking: got True, which is not"),
-        (
-            {"path": "a.json", "type": "chat_template", "role_to_train": []},
-            "unknown field role_to_train; did you mean ",
-        ),
-        ({"path": "a.json", "type": {"field_instructions": "q"}}, "did you mean field_instruction?"),
-        ({"path": "a.json", "type": "alpaca", "field_chosen": "good"}, "type: got 'alpaca' for preference pairs"),
-        (
-            {"path": "a.json", "type": "chat_template", "roles_to_train": []},
-            "roles_to_train: got [], which requires message_field_training",
-        ),
-        ({"path": "a", "data_files": ["a", "b"]}, "data_files: got 2 files, expected one"),
-        ({"path": "a", "type": "chat_template", "roles_to_train": ["user"]}, "roles_to_train: only whole turns of the"),
-        ({"path": "a", "type": "chat_template", "train_on_eos": "all"}, "train_on_eos: only `turn` is supported"),
+        (A | {"shards": 10, "shards_idx": 0}, "shards: got 10, which is not supported"),
+        (A | {"skip": 5}, "skip: got 5, which is not supported"),
+        (CHAT_TEMPLATE | {"split_thinking": True}, "split_thinking: got True, which is not"),
+        (CHAT_TEMPLATE | {"role_to_train": []}, "unknown field role_to_train; did you mean "),
+        (A | {"type": {"field_instructions": "q"}}, "did you mean field_instruction?"),
+        (A | {"type": "alpaca", "field_chosen": "good"}, "type: got 'alpaca' for preference pairs"),
+        (CHAT_TEMPLATE | {"roles_to_train": []}, "roles_to_train: got [], which requires message_field_training"),
+        (A | {"data_files": ["a", "b"]}, "data_files: got 2 files, expected one"),
+        (CHAT_TEMPLATE | {"roles_to_train": ["user"]}, "roles_to_train: only whole turns of the"),
+        (CHAT_TEMPLATE | {"train_on_eos": "all"}, "train_on_eos: only `turn` is supported"),
     ],
 )
-def test_entries_of_axolotl_that_are_refused(tmp_path, entry, message):
-    path = axolotl(tmp_path, entry)
+def test_entries_that_are_refused(tmp_path, entry, message):
+    if "path" in entry:
+        path, name = axolotl(tmp_path, entry), entry["path"]
+    else:
+        fields = {"file_name": "a.json"} | entry
+        path, name = llama_factory(tmp_path, x={k: v for k, v in fields.items() if v is not None}), "x"
     with pytest.raises(SettingsError) as err:
         CorpusSettings(path=str(path))
-    assert str(err.value).startswith(f"{path}#{entry['path']}: ")
+    assert str(err.value).startswith(f"{path}#{name}: ")
     assert message in str(err.value)
 
 
@@ -297,12 +257,13 @@ def test_ambiguous_and_missing_entries_are_refused_with_the_names(tmp_path):
 
 def test_records_that_do_not_match_the_entry_are_named(tmp_path):
     write_data(tmp_path)
+    with pytest.raises(CorpusError, match="no preference pairs"):
+        documents_of(f"{tmp_path}#custom", form="preference")
     llama_factory(tmp_path, x={"file_name": "custom.json", "columns": {"prompt": "q", "response": "missing"}})
     with pytest.raises(CorpusError, match=r"\bmissing\b.*'x'"):
         conversations(tmp_path)
-    llama_factory(
-        tmp_path, x={"file_name": "openai.json", "formatting": "sharegpt", "columns": {"messages": "messages"}}
-    )
+    messages = {"formatting": "sharegpt", "columns": {"messages": "messages"}}
+    llama_factory(tmp_path, x={"file_name": "openai.json", **messages})
     with pytest.raises(CorpusError, match=r"turn 0: .*None, .*observation"):
         conversations(tmp_path)
     with pytest.raises(TargetError, match=r"turn 0: .*None"):

@@ -30,7 +30,6 @@ def lines_of(out) -> list[dict]:
 
 
 def run(reader, step, out) -> list[dict]:
-    """Run a pipeline with two tasks and return the documents that it keeps."""
     writer = writers.ParquetWriter(str(out))
     executors.LocalPipelineExecutor(
         pipeline=[reader, step, writer], tasks=2, workers=1, logging_dir=str(out) + "-logs", skip_completed=False
@@ -40,7 +39,6 @@ def run(reader, step, out) -> list[dict]:
 
 @pytest.fixture
 def selected(tmp_path):
-    """Write a corpus of named documents in two files, and return the list of selected ones and their texts."""
     rows = [row for row in records() if row["text"]]
     path = tmp_path / "corpus"
     write_parquet(path / "a.parquet", rows[:12])

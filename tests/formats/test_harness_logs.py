@@ -24,7 +24,6 @@ def read(*samples, task="t", loss_on="completion"):
 
 
 def named(requests):
-    """Arguments as newer versions write them."""
     return {f"gen_args_{k}": {f"arg_{j}": part for j, part in enumerate(request)} for k, request in enumerate(requests)}
 
 
@@ -41,9 +40,6 @@ def choice_record(doc_id, texts, target, *, context="Q?", delimiter=" ", likelih
 def generated(doc_id, target, doc=None, *, context="Q: x?\nA:", **more):
     sample = {"doc_id": doc_id, "doc": doc or {"question": "x"}, "target": target, "arguments": [[context, UNTIL]]}
     return sample | {"resps": [["y"]], "filtered_resps": ["y"], "exact_match": 0.0} | more
-
-
-# ---------------------------------------------------------------- how it is written
 
 
 def as_table(requests):
@@ -76,8 +72,6 @@ def test_the_text_of_a_choice_is_matched_after_any_delimiter(texts, data):
     (unit,) = read(choice_record(0, texts, texts[gold], delimiter=delimiter))
     assert (unit.completion, unit.gold) == (delimiter + texts[gold], gold)
 
-
-# ---------------------------------------------------------------- numbers that are texts
 
 DIGITS = st.permutations(["0", "1", "2"])
 LIKELIHOODS = st.lists(st.integers(-9, -1), min_size=3, max_size=3, unique=True)
@@ -115,7 +109,6 @@ def test_one_document_determines_the_encoding_of_the_whole_log():
 
 @given(st.lists(st.tuples(LIKELIHOODS, st.integers(0, 2)), min_size=1), st.integers(2, 3))
 def test_contexts_that_are_the_choices_are_chosen_by_the_accuracy(documents, count):
-    """The target is the same continuation for all contexts; with two of them the accuracy always tells."""
     documents = [(likelihoods[:count], gold) for likelihoods, gold in documents if gold < count]
     samples = [
         choice_record(k, ["x"] * count, "x", likelihoods=likelihoods, gold=gold)
@@ -143,9 +136,6 @@ def test_requests_without_context_are_no_choices(in_turn):
     assert (unit.completion, unit.choices) == (' a "b"', tuple(text for _, text in scored))
 
 
-# ---------------------------------------------------------------- one request
-
-
 def test_a_scored_continuation_and_a_rolling_text_are_units_as_they_are():
     last_word = {"doc_id": 0, "doc": {"text": "the end of the road"}, "target": " road"}
     (unit,) = read(last_word | {"arguments": [["the end of the", " road"]]})
@@ -154,8 +144,6 @@ def test_a_scored_continuation_and_a_rolling_text_are_units_as_they_are():
     (unit,) = read(page | {"arguments": [["= Page =\n text"]]})
     assert (unit.prompt, unit.completion) == ("", "= Page =\n text")
 
-
-# ---------------------------------------------------------------- generation
 
 ALIASES = st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=4)
 
@@ -215,17 +203,12 @@ def test_a_number_may_be_the_answer(doc):
     assert unit.completion == " 4"
 
 
-# ---------------------------------------------------------------- filters
-
-
 def test_a_document_that_is_logged_for_every_filter_is_one_unit():
     lines = [generated(k, "4", filter=name) for name in ("strict-match", "flexible-extract") for k in range(2)]
     assert [unit.unit_id for unit in read(*lines)] == ["t:0", "t:1"]
     with pytest.raises(TargetError, match=r"log:2: document 't:0' .*completion"):
         read(generated(0, "4", filter="a"), generated(0, "5", filter="b"))
 
-
-# ---------------------------------------------------------------- refusals
 
 PICTURE = named([["<image> what?", UNTIL, {"visual": ["x"]}]])
 REFUSED = [
@@ -268,9 +251,6 @@ def test_records_without_the_scored_text_are_refused(sample, message):
 def test_a_log_is_a_log_to_its_end():
     with pytest.raises(TargetError, match=r"log:2: .*`doc`"):
         read(generated(0, "4"), {"prompt": "p", "completion": "c"})
-
-
-# ---------------------------------------------------------------- files
 
 
 def load(*paths, **settings):

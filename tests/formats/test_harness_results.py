@@ -20,8 +20,13 @@ OLD, NEW = "2025-01-01T01-00-00.000001", "2025-01-01T02-00-00"
 
 
 def harness(**tasks):
-    """A results file: of every task its metrics."""
     return {"results": tasks, "higher_is_better": {task: {"acc": True} for task in tasks}}
+
+
+def place_all(root, data, name="results.json"):
+    """The same file for every run."""
+    for run in RUNS:
+        place(root, run, name, data)
 
 
 def olmes(task="sciq", date="2025-05-19 19:41:53 UTC", alias=None, primary="acc_raw", **metrics):
@@ -42,12 +47,9 @@ def read(root, **options):
 
 
 def of(runs, metric):
-    """Values of a metric by run."""
     lines = runs.results.to_pylist()
     return {line["run"]: line["value"] for line in lines if line["metric"] == metric}
 
-
-# ---------------------------------------------------------------- files of a run
 
 TASKS = {"sciq": 0.25, "arc_easy": 0.5, "piqa": 0.75}
 
@@ -68,26 +70,21 @@ def test_tasks_in_one_file_or_in_several_are_the_same_results(tmp_path_factory, 
     assert runs.notes == ()
 
 
-@pytest.mark.parametrize("folders", [("x", "y"), ("y", "x")])
+@pytest.mark.parametrize("folders", [("x", "y"), ("y", "x")])  # the date of the file counts, not that of its folder
 def test_the_newest_of_two_values_is_used_and_both_are_named(tmp_path, folders):
-    """By the date of the file, not by the name of the folder it is in."""
-    for run in RUNS:
-        place(tmp_path, f"{run}/{folders[0]}", f"results_{OLD}.json", harness(sciq={"acc,none": 0.25, "f1,none": 0.5}))
-        place(tmp_path, f"{run}/{folders[1]}", f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}))
+    files = [f"{folders[0]}/results_{OLD}.json", f"{folders[1]}/results_{NEW}.json"]
+    place_all(tmp_path, harness(sciq={"acc,none": 0.25, "f1,none": 0.5}), files[0])
+    place_all(tmp_path, harness(sciq={"acc,none": 0.5}), files[1])
     runs = read(tmp_path)
-    assert of(runs, "sciq/acc") == dict.fromkeys(RUNS, 0.5)
-    assert of(runs, "sciq/f1") == dict.fromkeys(RUNS, 0.5)
+    assert of(runs, "sciq/acc") == of(runs, "sciq/f1") == dict.fromkeys(RUNS, 0.5)
     (note,) = runs.notes
-    assert_mentions(
-        note, "a: sciq: acc 0.5 and 0.25", f"a/{folders[1]}/results_{NEW}.json, a/{folders[0]}/results_{OLD}.json"
-    )
+    assert_mentions(note, "a: sciq: acc 0.5 and 0.25", f"a/{files[1]}, a/{files[0]}")
     assert read(tmp_path, metrics=["sciq/f1"]).notes == ()
 
 
 def test_equal_values_and_results_without_a_date(tmp_path):
-    for run in RUNS:
-        place(tmp_path, f"{run}/x", "results.json", harness(sciq={"acc,none": 0.25}))
-        place(tmp_path, f"{run}/y", "results.json", harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}))
+    place_all(tmp_path, harness(sciq={"acc,none": 0.25}), "x/results.json")
+    place_all(tmp_path, harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}), "y/results.json")
     assert read(tmp_path).notes == ()
     place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
     with pytest.raises(RunsError, match=r"'b': sciq .*0\.25 and 0\.5 "):
@@ -96,26 +93,18 @@ def test_equal_values_and_results_without_a_date(tmp_path):
     assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
 
 
-# ---------------------------------------------------------------- what can be compared
-
 CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
 
 
 @pytest.mark.parametrize(("field", "first", "other"), CONDITIONS)
 def test_a_run_has_a_task_under_the_conditions_of_the_newest_file(tmp_path, field, first, other):
-    for run in RUNS:
-        place(
-            tmp_path,
-            run,
-            f"results_{OLD}.json",
-            harness(sciq={"acc,none": 0.25, "f1,none": 1}) | {field: {"sciq": first}},
-        )
-        place(tmp_path, run, f"results_{NEW}.json", harness(sciq={"acc,none": 0.5}) | {field: {"sciq": other}})
+    older = harness(sciq={"acc,none": 0.25, "f1,none": 1}) | {field: {"sciq": first}}
+    place_all(tmp_path, older, f"results_{OLD}.json")
+    place_all(tmp_path, harness(sciq={"acc,none": 0.5}) | {field: {"sciq": other}}, f"results_{NEW}.json")
     runs = read(tmp_path)
     assert runs.metrics == ("sciq/acc",)
     (note,) = runs.notes
-    assert f"results_{OLD}.json" in note
-    assert "conditions" in note
+    assert_mentions(note, f"results_{OLD}.json", "conditions")
 
 
 @pytest.mark.parametrize(("field", "first", "other"), CONDITIONS)
@@ -152,50 +141,55 @@ def test_models_of_one_run_are_named(tmp_path):
     assert any("a: step100, step200" in note for note in read(tmp_path).notes)
 
 
-# ---------------------------------------------------------------- metrics of a file
-
-
-def test_every_filter_is_a_metric_and_counts_are_not(tmp_path):
-    results = {"name": "gsm8k", "alias": "- gsm8k", "sample_len": 10, "sample_count": {"exact_match": 10}}
-    results |= {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
-    results |= {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A", "bypass,none": 999}
-    for run in RUNS:
-        place(tmp_path, run, "results.json", {"results": {"gsm8k": results}})
-    assert read(tmp_path).metrics == ("gsm8k/exact_match,strict-match", "gsm8k/exact_match,flexible-extract")
+@pytest.mark.parametrize(
+    ("data", "metrics"),
+    [
+        (  # every filter is a metric, and counts are not
+            {
+                "results": {
+                    "gsm8k": {
+                        "name": "gsm8k",
+                        "alias": "- gsm8k",
+                        "sample_len": 10,
+                        "sample_count": {"exact_match": 10},
+                    }
+                    | {"exact_match,strict-match": 0.25, "exact_match_stderr,strict-match": 0.01}
+                    | {"exact_match,flexible-extract": 0.5, "exact_match_stderr,flexible-extract": "N/A"}
+                    | {"bypass,none": 999}
+                }
+            },
+            ("gsm8k/exact_match,strict-match", "gsm8k/exact_match,flexible-extract"),
+        ),
+        (harness(sciq={"acc,none": "N/A"}, piqa={"acc,none": 0.5}), ("piqa/acc",)),
+        (  # the mean of a group is a metric like its tasks
+            harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
+            | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}},
+            ("mmlu/acc", "mmlu_law/acc", "mmlu_art/acc"),
+        ),
+    ],
+)
+def test_metrics_of_a_file(tmp_path, data, metrics):
+    place_all(tmp_path, data, f"results_{OLD}.json")
+    runs = read(tmp_path)
+    assert runs.metrics == metrics
+    for metric in metrics:
+        task, _, name = metric.partition("/")
+        (value,) = {value for key, value in data["results"][task].items() if key in (name, f"{name},none")}
+        assert of(runs, metric) == dict.fromkeys(RUNS, value)
 
 
 def test_plain_names_of_version_0_3_are_the_same_metrics(tmp_path):
     old = {"results": {"sciq": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.5}}, "versions": {"sciq": 0}}
-    for run in RUNS:
-        place(tmp_path, run, "results.json", old | {"config": {"num_fewshot": 5}})
+    place_all(tmp_path, old | {"config": {"num_fewshot": 5}})
     assert read(tmp_path).metrics == ("sciq/acc", "sciq/acc_norm")
     place(tmp_path, "b", "results.json", old | {"config": {"num_fewshot": 0}})
     with pytest.raises(RunsError, match="n-shot 5 and 0"):
         read(tmp_path)
 
 
-def test_results_that_are_not_numbers_are_left_out(tmp_path):
-    for run in RUNS:
-        place(tmp_path, run, "results.json", harness(sciq={"acc,none": "N/A"}, piqa={"acc,none": 0.5}))
-    assert read(tmp_path).metrics == ("piqa/acc",)
-
-
-def test_the_mean_of_a_group_is_a_metric_like_its_tasks(tmp_path):
-    result = harness(mmlu={"acc,none": 0.5, " ": " "}, mmlu_law={"acc,none": 0.25}, mmlu_art={"acc,none": 0.75})
-    for run in RUNS:
-        place(tmp_path, run, f"results_{OLD}.json", result | {"group_subtasks": {"mmlu": ["mmlu_law", "mmlu_art"]}})
-    runs = read(tmp_path)
-    assert [of(runs, f"{task}/acc")["a"] for task in ("mmlu", "mmlu_law", "mmlu_art")] == [0.5, 0.25, 0.75]
-
-
 def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
-    """It logs none where the tasks of a group differ in it."""
-    for run in RUNS:
-        results = {
-            "results": {"g": {"acc,none": 0.5, "odd,none": 1.0}},
-            "higher_is_better": {"g": {"acc": None, "odd": None}},
-        }
-        place(tmp_path, run, "results.json", results)
+    directions = {"higher_is_better": {"g": {"acc": None, "odd": None}}}  # as where the tasks of a group differ
+    place_all(tmp_path, {"results": {"g": {"acc,none": 0.5, "odd,none": 1.0}}} | directions)
     assert read(tmp_path, metrics=["g/acc"]).info.metrics == {"g/acc": "higher"}
     with pytest.raises(RunsError, match=r"'g/odd'.*unknown direction"):
         read(tmp_path)
@@ -219,13 +213,9 @@ def test_directions_by_name(metric, direction):
 
 
 def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
-    for run in RUNS:
-        place(tmp_path, run, "results.json", {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
+    place_all(tmp_path, {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
     with pytest.raises(RunsError, match=r"'t/one'.*t/two"):
         read(tmp_path)
-
-
-# ---------------------------------------------------------------- olmes
 
 
 def test_metrics_of_olmes(tmp_path):
@@ -254,10 +244,9 @@ def test_metrics_of_olmes(tmp_path):
 
 
 def test_variants_of_a_task_are_distinguished_by_their_aliases(tmp_path):
-    for run in RUNS:
-        for k, style in enumerate(("rc", "mc")):
-            data = olmes(alias=f"sciq:{style}::olmes", acc_raw=0.25 + k)
-            place(tmp_path, run, f"task-00{k}-sciq-metrics.json", data)
+    for k, style in enumerate(("rc", "mc")):
+        data = olmes(alias=f"sciq:{style}::olmes", acc_raw=0.25 + k)
+        place_all(tmp_path, data, f"task-00{k}-sciq-metrics.json")
     runs = read(tmp_path)
     assert [of(runs, f"sciq:{style}::olmes/acc_raw")["a"] for style in ("rc", "mc")] == [0.25, 1.25]
 

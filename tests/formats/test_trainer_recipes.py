@@ -17,12 +17,18 @@ from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
 
 
+def recipe_of(**fields) -> FineTuningRecipe:
+    return FineTuningRecipe.from_mapping(fields)
+
+
+def adapter_of(recipe):
+    return recipe.lora_r, recipe.lora_alpha, recipe.lora_target_modules
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "constant_with_warmup"])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_learning_rates_are_those_of_transformers(schedule, warmup):
-    recipe = FineTuningRecipe.from_mapping(
-        {"learning_rate": 1e-3, "max_steps": 20, "lr_scheduler_type": schedule, "warmup_steps": warmup}
-    ).optimizer(100)
+    recipe = recipe_of(learning_rate=1e-3, max_steps=20, lr_scheduler_type=schedule, warmup_steps=warmup).optimizer(100)
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
     theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=20)
     for step in range(20):
@@ -31,38 +37,32 @@ def test_learning_rates_are_those_of_transformers(schedule, warmup):
         theirs.step()
 
 
+AXOLOTL = """
+base_model: some/model
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+learning_rate: 2e-4
+lr_scheduler: cosine
+warmup_ratio: 0.1
+optimizer: adamw_torch_fused
+sequence_len: 512
+adapter: lora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+sample_packing: false
+bf16: auto
+"""
+TRL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2, "learning_rate": 2e-4}
+TRL |= {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "optim": "adamw_torch", "max_length": 512}
+TRL |= {"label_smoothing_factor": 0.0}
+TRL |= {"peft_config": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}}
+
+
 def test_axolotl_trl_and_transformers_recipes_are_equivalent(tmp_path):
-    axolotl = {
-        "base_model": "some/model",
-        "micro_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "num_epochs": 2,
-        "learning_rate": "2e-4",
-        "lr_scheduler": "cosine",
-        "warmup_ratio": 0.1,
-        "optimizer": "adamw_torch_fused",
-        "sequence_len": 512,
-        "adapter": "lora",
-        "lora_r": 8,
-        "lora_alpha": 16,
-        "lora_target_linear": True,
-        "sample_packing": False,
-        "bf16": "auto",
-    }
-    (tmp_path / "axolotl.yaml").write_text("\n".join(f"{name}: {value}" for name, value in axolotl.items()))
-    trl = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "num_train_epochs": 2,
-        "learning_rate": 2e-4,
-        "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.1,
-        "optim": "adamw_torch",
-        "max_length": 512,
-        "label_smoothing_factor": 0.0,
-        "peft_config": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-    }
-    (tmp_path / "trl.json").write_text(json.dumps({"training_args": trl}))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    (tmp_path / "trl.json").write_text(json.dumps({"training_args": TRL}))
     axolotl_recipe, trl_recipe = (FineTuningRecipe.read(tmp_path / name) for name in ("axolotl.yaml", "trl.json"))
     as_trl = {"optim": trl_recipe.optim, "notes": (), "joined_epochs": False}
     assert axolotl_recipe.model_copy(update=as_trl) == trl_recipe
@@ -71,11 +71,7 @@ def test_axolotl_trl_and_transformers_recipes_are_equivalent(tmp_path):
     optimizer = trl_recipe.optimizer(100)
     assert (optimizer.steps, optimizer.batch_rows, optimizer.micro_rows, optimizer.warmup_steps) == (26, 8, 2, 3)
     assert (optimizer.schedule, optimizer.betas, optimizer.clip_norm) == ("cosine", (0.9, 0.999), 1.0)
-    assert (axolotl_recipe.lora_r, axolotl_recipe.lora_alpha, axolotl_recipe.lora_target_modules) == (
-        8,
-        16.0,
-        "all-linear",
-    )
+    assert adapter_of(axolotl_recipe) == (8, 16.0, "all-linear")
 
 
 def test_every_epoch_visits_every_row_once():
@@ -154,101 +150,82 @@ def test_saved_training_arguments_and_adapters_of_the_installed_libraries_are_re
     peft = pytest.importorskip("peft")
     peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]).save_pretrained(tmp_path)
     adapter = FineTuningRecipe.read(tmp_path / "adapter_config.json")
-    assert (adapter.lora_r, adapter.lora_alpha, adapter.lora_target_modules) == (4, 8.0, ("q_proj",))
-    assert not adapter.notes
-
-
-def recipe_classes():
-    """Return the classes of arguments of Transformers, TRL and PEFT."""
-    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
-    return TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, peft.LoraConfig
+    assert (*adapter_of(adapter), adapter.notes) == (4, 8.0, ("q_proj",), ())
 
 
 def test_every_argument_of_the_installed_libraries_is_in_one_list_of_fields():
     """A new one, or one that changes its meaning, is to be added to `recipe_fields.yaml`."""
+    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     known = known_fields()
     neutral = [name for names in known["neutral"].values() for name in names]
     lists = [[*RECIPE_FIELDS, *SWITCHES], known["aliases"], known["refused"], known["noted"], neutral]
     listed = [name for names in lists for name in names]
     assert sorted(listed) == sorted(set(listed))
     assert set(known["aliases"].values()) <= set(listed)
-    names = {field.name for each in recipe_classes() for field in dataclasses.fields(each)}
-    assert names <= set(listed)
+    classes = TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, peft.LoraConfig
+    assert {field.name for each in classes for field in dataclasses.fields(each)} <= set(listed)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # TRL sets an old name of Transformers
 def test_default_arguments_of_trl_are_followed_but_for_the_prompts_of_conversations(tmp_path):
-    _, sft, dpo, *_ = recipe_classes()
+    trl = pytest.importorskip("trl")
     arguments = {"output_dir": str(tmp_path), "bf16": False, "use_cpu": True}
-    (note,) = FineTuningRecipe.from_mapping(json.loads(sft(**arguments).to_json_string())).notes
+    (note,) = FineTuningRecipe.from_mapping(json.loads(trl.SFTConfig(**arguments).to_json_string())).notes
     assert_mentions(note, "prompts of conversations", "corpus.loss_on=all")
-    assert not FineTuningRecipe.from_mapping(json.loads(dpo(**arguments).to_json_string())).notes
+    assert not FineTuningRecipe.from_mapping(json.loads(trl.DPOConfig(**arguments).to_json_string())).notes
 
 
 def test_a_field_that_is_not_followed_is_noted():
     fields = {"group_by_length": True, "mask_history": True, "truncation_mode": "keep_end", "enable_thinking": False}
-    unknown = {"schedule_of_topics": "a", "eval_split": 0.1}
-    harmless = {
-        "logging_steps": 5,
-        "seed": 3,
-        "truncation_mode": "keep_start",
-        "rope_scaling": None,
-        "new_switch": False,
-    }
-    assert not FineTuningRecipe.from_mapping({"max_steps": 3} | harmless).notes
-    (note,) = FineTuningRecipe.from_mapping({"max_steps": 3} | harmless | fields | unknown).notes
+    fields |= {"schedule_of_topics": "a", "eval_split": 0.1}
+    harmless = {"logging_steps": 5, "seed": 3, "truncation_mode": "keep_start", "rope_scaling": None}
+    harmless |= {"new_switch": False, "max_steps": 3}
+    assert not recipe_of(**harmless).notes
+    (note,) = recipe_of(**harmless | fields).notes
     assert note.startswith("not used: ")
-    assert sorted(note.removeprefix("not used: ").split(", ")) == sorted([*fields, *unknown])
+    assert sorted(note.removeprefix("not used: ").split(", ")) == sorted(fields)
 
 
-@pytest.mark.parametrize("fields", [{"val_set_size": 0.25}, {"val_size": 0.25}])
-def test_rows_kept_for_validation_are_noted(fields):
-    (note,) = FineTuningRecipe.from_mapping({"max_steps": 3} | fields).notes
-    assert_mentions(note, "val_set_size", "0.25", "more steps")
-    assert not FineTuningRecipe.from_mapping({"max_steps": 3} | dict.fromkeys(fields, 0.0)).notes
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"val_set_size": 0.25}, ("val_set_size", "0.25", "more steps")),
+        ({"val_size": 0.25}, ("val_set_size", "0.25", "more steps")),
+        ({"adapter": "qlora", "lora_r": 8}, ("quantizes",)),
+        ({"load_in_8bit": True}, ("quantizes",)),
+        ({"peft": {"weight_dtype": "nf4"}}, ("quantizes",)),
+        ({"train_on_inputs": True}, ("corpus.loss_on=all",)),
+        ({"completion_only_loss": False}, ("corpus.loss_on=all",)),
+        ({"val_size": 0.0, "val_set_size": 0.0}, ()),
+        ({"train_on_inputs": None, "completion_only_loss": None}, ()),
+        ({"use_peft": False, "lora_r": 16, "lora_dropout": 0.05}, ()),  # an adapter that is switched off
+    ],
+)
+def test_what_a_recipe_does_otherwise_is_noted(fields, words):
+    notes = recipe_of(max_steps=3, **fields).notes
+    if words:
+        assert_mentions(notes, *words)
+    assert bool(notes) == bool(words)
 
 
 def test_axolotl_reads_beta_from_its_group_first():
     beta = {"trl": {"beta": 2.0, "sync_ref_model": False}, "rl_beta": 0.3}
-    assert FineTuningRecipe.from_mapping({"rl": "dpo", **beta}).beta == 2.0
-    assert FineTuningRecipe.from_mapping({"rl": "dpo", **beta, "trl": {"beta": None}}).beta == 0.3
+    assert recipe_of(rl="dpo", **beta).beta == 2.0
+    assert recipe_of(**{"rl": "dpo", **beta, "trl": {"beta": None}}).beta == 0.3
 
 
 def test_a_recipe_of_llama_factory_is_that_of_trl():
-    llama_factory = {
-        "stage": "dpo",
-        "finetuning_type": "lora",
-        "lora_rank": 4,
-        "lora_target": "q_proj, v_proj",
-        "cutoff_len": 512,
-        "pref_beta": 0.3,
-        "pref_loss": "sigmoid",
-        "learning_rate": 1e-4,
-        "train_on_prompt": True,
-        "quantization_bit": 4,
-        "pure_bf16": True,
-        "val_size": 9,
-        "template": "llama3",
-        "plot_loss": True,
-        "overwrite_cache": True,
-    }
-    recipe = FineTuningRecipe.from_mapping(llama_factory)
-    assert (
-        recipe.model_dump()
-        == FineTuningRecipe(
-            lora_r=4,
-            lora_alpha=8,
-            lora_target_modules=("q_proj", "v_proj"),
-            max_length=512,
-            beta=0.3,
-            learning_rate=1e-4,
-        ).model_dump()
-    )
+    followed = {"stage": "dpo", "finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v_proj"}
+    followed |= {"cutoff_len": 512, "pref_beta": 0.3, "pref_loss": "sigmoid", "learning_rate": 1e-4}
+    noted = {"train_on_prompt": True, "quantization_bit": 4, "pure_bf16": True, "val_size": 9, "template": "llama3"}
+    recipe = recipe_of(**followed, **noted, plot_loss=True, overwrite_cache=True)
+    expected = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ("q_proj", "v_proj")}
+    expected |= {"max_length": 512, "beta": 0.3, "learning_rate": 1e-4}
+    assert recipe.model_dump() == FineTuningRecipe(**expected).model_dump()
     assert len(recipe.notes) == 5
     assert_mentions("; ".join(recipe.notes), "half", "quantizes", "prompts too", "val_set_size", "not used: template")
-    default = FineTuningRecipe.from_mapping({"stage": "sft"})
-    assert (default.lora_r, default.lora_alpha, default.lora_target_modules) == (8, 16, "all-linear")
-    assert FineTuningRecipe.from_mapping({"finetuning_type": "full", "lora_rank": 8}) == FineTuningRecipe()
+    assert adapter_of(recipe_of(stage="sft")) == (8, 16, "all-linear")
+    assert recipe_of(finetuning_type="full", lora_rank=8) == FineTuningRecipe()
 
 
 def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
@@ -261,38 +238,34 @@ def test_the_parameters_that_transformers_decays_are_decayed(tmp_path):
     assert any(model.get_parameter(name).ndim == 1 for name in decayed)
 
 
-def test_obsolete_names_without_a_value_do_not_reset_a_field():
-    """Transformers 4 and TRL save obsolete names as null after the current ones."""
-    data = {"per_device_train_batch_size": 4, "per_gpu_train_batch_size": None, "max_length": 9, "max_seq_length": None}
-    recipe = FineTuningRecipe.from_mapping(data)
-    assert (recipe.per_device_train_batch_size, recipe.max_length) == (4, 9)
-
-
-@pytest.mark.parametrize("fields", [{"use_peft": False, "lora_target_modules": None}, {"adapter": None}])
-def test_an_adapter_that_is_switched_off_is_not_trained(fields):
-    recipe = FineTuningRecipe.from_mapping({"lora_r": 16, "lora_alpha": 32, **fields})
-    assert recipe == FineTuningRecipe()
-
-
-def test_an_adapter_of_trl_has_its_default_rank_and_scale():
-    recipe = FineTuningRecipe.from_mapping({"use_peft": True, "lora_target_modules": ["q_proj"]})
-    assert (recipe.lora_r, recipe.lora_alpha, recipe.lora_target_modules) == (16, 32, ("q_proj",))
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # Transformers 4 and TRL save obsolete names as null after the current ones
+        ({"per_device_train_batch_size": 4, "per_gpu_train_batch_size": None}, {"per_device_train_batch_size": 4}),
+        ({"max_length": 9, "max_seq_length": None}, {"max_length": 9}),
+        ({"lora_r": 16, "lora_alpha": 32, "use_peft": False, "lora_target_modules": None}, {}),
+        ({"lora_r": 16, "lora_alpha": 32, "adapter": None}, {}),
+        (
+            {"use_peft": True, "lora_target_modules": ["q_proj"]},  # by the defaults of TRL
+            {"lora_r": 16, "lora_alpha": 32, "lora_target_modules": ("q_proj",)},
+        ),
+    ],
+)
+def test_a_field_that_is_absent_or_off_has_its_default(fields, expected):
+    assert recipe_of(**fields) == FineTuningRecipe(**expected)
 
 
 def test_paged_adamw_takes_the_steps_of_adamw():
-    paged, plain = ({"max_steps": 4, "optim": optim} for optim in ("paged_adamw_32bit", "adamw_torch"))
-    assert FineTuningRecipe.from_mapping(paged).optimizer(9) == FineTuningRecipe.from_mapping(plain).optimizer(9)
-
-
-def test_the_fields_of_an_adapter_that_is_switched_off_leave_no_note():
-    assert not FineTuningRecipe.from_mapping({"use_peft": False, "lora_r": 16, "lora_dropout": 0.05}).notes
+    paged, plain = (recipe_of(max_steps=4, optim=optim) for optim in ("paged_adamw_32bit", "adamw_torch"))
+    assert paged.optimizer(9) == plain.optimizer(9)
 
 
 def test_an_axolotl_config_has_the_defaults_of_axolotl():
-    recipe = FineTuningRecipe.from_mapping({"micro_batch_size": None, "num_epochs": 2, "learning_rate": 1e-4})
+    recipe = recipe_of(micro_batch_size=None, num_epochs=2, learning_rate=1e-4)
     assert (recipe.lr_scheduler_type, recipe.num_train_epochs, recipe.batch_rows) == ("cosine", 2, 1)
     assert recipe.optimizer(100).warmup_steps == 6
-    recipe = FineTuningRecipe.from_mapping({"micro_batch_size": 2, "batch_size": 16})
+    recipe = recipe_of(micro_batch_size=2, batch_size=16)
     assert (recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps) == (2, 8)
 
 
@@ -317,42 +290,22 @@ def test_steps_and_warm_up_are_rounded_as_by_axolotl(fields, warmup_steps):
     assert recipe.optimizer(100).warmup_steps == warmup_steps
 
 
-@pytest.mark.parametrize(
-    "fields", [{"adapter": "qlora", "lora_r": 8}, {"load_in_8bit": True}, {"peft": {"weight_dtype": "nf4"}}]
-)
-def test_a_quantized_base_model_is_noted(fields):
-    assert_mentions(FineTuningRecipe.from_mapping(fields).notes, "quantizes")
-
-
 @pytest.mark.parametrize("n_rows", [8, 10, 13])
 def test_incomplete_forward_passes_are_left_out_as_by_transformers(tmp_path, n_rows):
-    fields = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 2,
-        "dataloader_drop_last": True,
-    }
-    order = FineTuningRecipe.from_mapping(fields).order(n_rows, seed=1)
+    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    fields |= {"dataloader_drop_last": True}
+    order = recipe_of(**fields).order(n_rows, seed=1)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
     trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"x": 1}] * n_rows)
     steps_per_epoch = math.ceil(len(trainer.get_train_dataloader()) / 2)
     assert len(order) == 2 * steps_per_epoch
     assert sum(map(len, order)) == 2 * 4 * len(trainer.get_train_dataloader())
     with pytest.raises(SettingsError, match="dataloader_drop_last: 3 rows"):
-        FineTuningRecipe.from_mapping(fields).steps(3)
+        recipe_of(**fields).steps(3)
 
 
-def test_a_norm_of_zero_means_no_clipping_and_a_long_warm_up_is_refused():
-    assert FineTuningRecipe.from_mapping({"max_grad_norm": 0}).optimizer(80).clip_norm is None
-    with pytest.raises(SettingsError, match="warmup_steps: got 30"):
-        FineTuningRecipe.from_mapping({"warmup_steps": 30}).optimizer(80)
-
-
-@pytest.mark.parametrize("fields", [{"train_on_inputs": True}, {"completion_only_loss": False}])
-def test_a_recipe_that_trains_on_prompts_is_noted(fields):
-    (note,) = FineTuningRecipe.from_mapping(fields).notes
-    assert "corpus.loss_on=all" in note
-    assert not FineTuningRecipe.from_mapping(dict.fromkeys(fields)).notes
+def test_a_norm_of_zero_means_no_clipping():
+    assert recipe_of(max_grad_norm=0).optimizer(80).clip_norm is None
 
 
 @pytest.mark.parametrize("completion_only", [None, False, True])
@@ -369,7 +322,6 @@ def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
 
 @pytest.mark.parametrize("n_rows", [3, 8, 9])
 def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
-    """An incomplete batch is a step; none is filled with rows of the next epoch."""
     fields = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
     trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"input": 1.0}] * n_rows)
@@ -385,10 +337,13 @@ def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
     [({"warmup_ratio": 0.1}, 2), ({"warmup_steps": 0.25}, 5), ({"warmup_steps": 1}, 1), ({"warmup_steps": 3}, 3)],
 )
 def test_a_warm_up_below_one_is_a_share_of_the_steps(fields, steps):
-    recipe = FineTuningRecipe(max_steps=20, **fields)
-    assert recipe.optimizer(1).warmup_steps == steps
+    assert FineTuningRecipe(max_steps=20, **fields).optimizer(1).warmup_steps == steps
 
 
-def test_a_warm_up_of_all_steps_is_refused():
-    with pytest.raises(SettingsError, match="warmup"):
-        FineTuningRecipe(max_steps=20, warmup_ratio=1).optimizer(1)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"warmup_steps": 30}, "warmup_steps: got 30"), ({"max_steps": 20, "warmup_ratio": 1}, "warmup")],
+)
+def test_a_warm_up_of_all_steps_is_refused(fields, message):
+    with pytest.raises(SettingsError, match=message):
+        recipe_of(**fields).optimizer(80)

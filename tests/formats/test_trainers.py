@@ -19,6 +19,7 @@ from grasp.select.export import _entry_note, iter_records, write_corpus
 from grasp.select.record_files import FileFormat, ShardSize
 from grasp.settings import CorpusSettings
 from tests.corpus.chats import MARKED, chat_tokenizer
+from tests.corpus.world import write_jsonl
 
 WEATHER = {"name": "weather", "description": "Weather of a city.", "parameters": {"type": "object", "properties": {}}}
 CALL = {"name": "weather", "arguments": {"city": "Paris"}}
@@ -30,26 +31,21 @@ CUSTOM = [
     {"q": "Add.", "ctx": "1 + 1", "a": "2", "sys": "Be brief.", "hist": [["Hi", "Ho"]], "input": "a label"},
     {"q": "Go on.", "ctx": None, "a": "3", "sys": "", "hist": [], "input": "b"},
 ]
+
+
+def said(**by_role):
+    return [{"from": role, "value": text} for role, text in by_role.items()]
+
+
 SHAREGPT = [
     {
-        "conversations": [
-            {"from": "human", "value": "What is the weather?"},
-            {"from": "function_call", "value": json.dumps(CALL)},
-            {"from": "observation", "value": "20 degrees"},
-            {"from": "gpt", "value": "It is warm."},
-        ],
+        "conversations": said(
+            human="What is the weather?", function_call=json.dumps(CALL), observation="20 degrees", gpt="It is warm."
+        ),
         "system": "You help.",
         "tools": json.dumps([WEATHER]),
     },
-    {
-        "conversations": [
-            {"from": "system", "value": "Be kind."},
-            {"from": "human", "value": "water?"},
-            {"from": "gpt", "value": "water is wet."},
-        ],
-        "system": "",
-        "tools": "",
-    },
+    {"conversations": said(system="Be kind.", human="water?", gpt="water is wet."), "system": "", "tools": ""},
 ]
 OPENAI = [
     {"messages": [{"role": "user", "content": "water?"}, {"role": "assistant", "content": "wet."}]},
@@ -70,13 +66,8 @@ ENTRIES = {
         "file_name": "openai.json",
         "formatting": "sharegpt",
         "columns": {"messages": "messages"},
-        "tags": {
-            "role_tag": "role",
-            "content_tag": "content",
-            "user_tag": "user",
-            "assistant_tag": "assistant",
-            "system_tag": "system",
-        },
+        "tags": {"role_tag": "role", "content_tag": "content"}
+        | {f"{role}_tag": role for role in ("user", "assistant", "system")},
     },
 }
 
@@ -144,20 +135,19 @@ AXOLOTL = {
         },
     ),
 }
+DRAFTED = [("water?", "A draft.", False, False), ("and fire?", "fire is hot.", False, True)]
 SHAREGPT2 = [
     {
         "conversations": [
-            {"from": "human", "value": "water?", "use": False},
-            {"from": "gpt", "value": "A draft.", "use": False},
-            {"from": "human", "value": "and fire?", "use": False},
-            {"from": "gpt", "value": "fire is hot.", "use": True},
+            {"from": role, "value": text, "use": use}
+            for question, answer, asked, answered in DRAFTED
+            for role, text, use in (("human", question, asked), ("gpt", answer, answered))
         ]
     }
 ]
 
 
 def entry_in(place, name):
-    """An Axolotl configuration with one entry; the path and the fields of the entry."""
     file, fields = AXOLOTL[name]
     write_data(place)
     (place / "sharegpt2.json").write_text(json.dumps(SHAREGPT2))
@@ -166,10 +156,13 @@ def entry_in(place, name):
     return place / "axolotl.yaml", fields
 
 
-def rows_of(place, path, template=MARKED, **changes):
-    settings = CorpusSettings(path=str(path), max_length=512, **changes)
-    store = RowStore.write(place, settings, chat_tokenizer(template), shard_rows=64)
-    shard = store.shard(0)
+def store_of(place, path, template=MARKED, **changes):
+    settings = CorpusSettings(path=str(path), **{"max_length": 512} | changes)
+    return RowStore.write(place, settings, chat_tokenizer(template), shard_rows=64)
+
+
+def rows_of(place, path, template=MARKED):
+    shard = store_of(place, path, template).shard(0)
     return [(shard.ids(k).tolist(), shard.mask(k)) for k in range(len(shard))]
 
 
@@ -193,19 +186,16 @@ def test_axolotl_reads_the_same_tokens(tmp_path, name):
     else:
         strategy = strategies.load(kind, tokenizer, cfg, dicts.DictDefault(options))
     records = json.loads(Path(fields["path"]).read_text())
-    rows = rows_of(tmp_path / "rows", config)
-    for record, (ids, mask) in zip(records, rows, strict=True):
+    for record, (ids, mask) in zip(records, rows_of(tmp_path / "rows", config), strict=True):
         if kind == "completion":
-            theirs = {
-                key: value[0] for key, value in strategy.tokenize_prompt({k: [v] for k, v in record.items()}).items()
-            }
+            batch = strategy.tokenize_prompt({k: [v] for k, v in record.items()})
+            theirs = {key: value[0] for key, value in batch.items()}
         else:
             theirs = strategy.tokenize_prompt({key: "" if value is None else value for key, value in record.items()})
         assert tokenizer.decode(ids) == tokenizer.decode(theirs["input_ids"])
-        trained = [label != -100 for label in theirs["labels"]]
         scored = np.ones(len(ids), bool) if mask is None else mask
-        shown = [tokenizer.decode([i for i, m in zip(ids, scored, strict=True) if m])]
-        assert shown == [tokenizer.decode([i for i, m in zip(theirs["input_ids"], trained, strict=True) if m])]
+        trained = np.array(theirs["labels"]) != -100
+        assert tokenizer.decode(np.array(ids)[scored]) == tokenizer.decode(np.array(theirs["input_ids"])[trained])
 
 
 @pytest.mark.parametrize(
@@ -234,16 +224,37 @@ FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".
 
 
 def exported(place, records, file_format, **changes):
-    """An export of records, which were JSON lines."""
-    (place / "source.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(place / "source.jsonl"), **changes)
+    """Export records from JSON lines, and read them by the library of Hugging Face."""
+    datasets = pytest.importorskip("datasets")
+    settings = CorpusSettings(path=str(write_jsonl(place / "source.jsonl", records)), **changes)
     items = iter_records(settings, np.ones(len(records), dtype=bool))
-    write_corpus(place / "out", file_format, "documents", items, 0, {}, ShardSize(2))
-    return place / "out"
+    out = place / "out"
+    write_corpus(out, file_format, "documents", items, 0, {}, ShardSize(2))
+    if file_format.kind == "datasets":
+        return out, datasets.load_from_disk(str(out))
+    if file_format.kind == "csv":
+        return out, None
+    builder = "parquet" if file_format.kind == "parquet" else "json"
+    files = sorted(str(file) for file in out.glob("part-*"))
+    return out, datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(place / "cache"))
+
+
+def arguments(place):
+    """What every trainer of TRL is told here."""
+    quiet = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    return quiet | {"output_dir": str(place / "run")}
+
+
+def dpo_trainer(place, data, **options):
+    trl = pytest.importorskip("trl")
+    tokenizer = chat_tokenizer(MARKED).tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    models = {"model": tiny_model(), "ref_model": tiny_model()}
+    args = trl.DPOConfig(**arguments(place), **options)
+    return trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
 
 
 def tiny_model():
-    """A random Llama with the vocabulary of `chat_tokenizer`."""
     import torch  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
@@ -270,26 +281,11 @@ MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% en
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
     trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    out = exported(tmp_path, records, form)
-    if form.kind == "datasets":
-        data = datasets.load_from_disk(str(out))
-    else:
-        builder = "parquet" if form.kind == "parquet" else "json"
-        files = sorted(str(file) for file in out.glob("part-*"))
-        data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    out, data = exported(tmp_path, records, form)
     tokenizer = chat_tokenizer(MOODY).tokenizer
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path / "run"),
-        max_steps=1,
-        max_length=None,
-        assistant_only_loss=records in (CHATS, PROMPT_CHATS, ARGUMENTS),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        eos_token=tokenizer.eos_token,
-    )
+    options = {"max_steps": 1, "max_length": None, "eos_token": tokenizer.eos_token}
+    options |= {"assistant_only_loss": records in (CHATS, PROMPT_CHATS, ARGUMENTS)}
+    args = trl.SFTConfig(**arguments(tmp_path), **options)
     trainer = trl.SFTTrainer(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer)
     rows = rows_of(tmp_path / "rows", out, MOODY)
     assert len(rows) == len(records)
@@ -314,27 +310,12 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-    out = exported(tmp_path, [pair | {"id": f"p{k}"} for k in range(5)], FileFormat(kind), form="preference")
-    builder = "parquet" if kind == "parquet" else "json"
-    files = sorted(str(file) for file in out.glob("part-*"))
-    data = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    tokenizer = chat_tokenizer(MARKED).tokenizer
+    pytest.importorskip("trl")
+    records = [pair | {"id": f"p{k}"} for k in range(5)]
+    out, data = exported(tmp_path, records, FileFormat(kind), form="preference")
     options = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
-    args = trl.DPOConfig(
-        output_dir=str(tmp_path / "run"),
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **options,
-    )
-    tokenizer.pad_token = tokenizer.eos_token
-    models = {"model": tiny_model(), "ref_model": tiny_model()}
-    trainer = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
-    settings = CorpusSettings(path=str(out), max_length=512, form="preference")
-    shard = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(MARKED), shard_rows=64).shard(0)
+    trainer = dpo_trainer(tmp_path, data, **options)
+    shard = store_of(tmp_path / "rows", out, form="preference").shard(0)
     assert len(shard) == len(trainer.train_dataset) == 5
     for k, theirs in enumerate(trainer.train_dataset):
         sides = [theirs["prompt_ids"] + theirs[f"{side}_ids"] for side in ("chosen", "rejected")]
@@ -350,7 +331,7 @@ def test_trl_trains_on_the_pairs_that_grasp_reads(tmp_path, pair, kind):
 @pytest.mark.parametrize("kind", ["prompt", "chats"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
-    trl = pytest.importorskip("trl")
+    pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     words = {"short": 1, "long": 60}
     records = [
@@ -362,17 +343,9 @@ def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
         records = [
             {name: [{"role": role_of[name], "content": text}] for name, text in record.items()} for record in records
         ]
-    tokenizer = chat_tokenizer(MARKED).tokenizer
-    tokenizer.pad_token = tokenizer.eos_token
-    options = {"report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_length": 40}
-    args = trl.DPOConfig(output_dir=str(tmp_path / "run"), **options)
-    models = {"model": tiny_model(), "ref_model": tiny_model()}
-    data = datasets.Dataset.from_list(records)
-    trainer = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(path), max_length=40, form="preference")
-    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(MARKED), shard_rows=64)
+    trainer = dpo_trainer(tmp_path, datasets.Dataset.from_list(records), max_length=40)
+    path = write_jsonl(tmp_path / "pairs.jsonl", records)
+    store = store_of(tmp_path / "rows", path, max_length=40, form="preference")
     assert store.n_rows == len(trainer.train_dataset) == 4
     assert store.skipped.counts == {"cut_end": 4, "long_prompt": 4}
     batch = trainer.data_collator(list(trainer.train_dataset))
@@ -381,21 +354,11 @@ def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
         theirs = (k // 2) + 4 * (k % 2)
         length = int(batch["attention_mask"][theirs].sum())
         assert sides.ids(k).tolist() == batch["input_ids"][theirs][:length].tolist()
-        mask = sides.mask(k)
-        first = int(batch["completion_mask"][theirs].argmax())
-        assert int(np.argmax(mask)) == first
+        assert int(np.argmax(sides.mask(k))) == int(batch["completion_mask"][theirs].argmax())
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        FileFormat("parquet"),
-        FileFormat("jsonl"),
-        FileFormat("jsonl", ".gz"),
-        FileFormat("jsonl", ".zst"),
-        FileFormat("csv"),
-    ],
-    ids=lambda form: form.suffix,
+    "form", [FORMATS[0], FORMATS[1], *FORMATS[4:6], FileFormat("csv")], ids=lambda form: form.suffix
 )
 def test_datatrove_reads_the_texts(tmp_path, form):
     pytest.importorskip("datatrove")
@@ -404,34 +367,32 @@ def test_datatrove_reads_the_texts(tmp_path, form):
     from datatrove.pipeline.readers.csv import CsvReader  # noqa: PLC0415
 
     records = [{"id": f"d{k}", "text": f'Line one, "{k}".\nLine two.', "topic": "ab"[k % 2]} for k in range(5)]
-    out = exported(tmp_path, records, form)
+    out, _ = exported(tmp_path, records, form)
     reader = {"parquet": ParquetReader, "csv": CsvReader}.get(form.kind, JsonlReader)
     options = {"compression": {".gz": "gzip", ".zst": "zstd"}.get(form.compression)} if form.compression else {}
-    documents = list(reader(str(out), glob_pattern="part-*", **options).run())
-    assert [document.text for document in documents] == [record["text"] for record in records]
-    assert [document.id for document in documents] == [record["id"] for record in records]
-    assert [document.metadata["topic"] for document in documents] == [record["topic"] for record in records]
+    documents = reader(str(out), glob_pattern="part-*", **options).run()
+    read = [{"id": each.id, "text": each.text, "topic": each.metadata["topic"]} for each in documents]
+    assert read == records
 
 
 def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
-    """Field names of an entry also read what is exported from it."""
+    def turns_of(settings):
+        return [document.conversation for document in read_documents(settings)]
+
     write_data(tmp_path)
     settings = CorpusSettings(path=f"{tmp_path}/dataset_info.json#custom")
     form = FileFormat.parse("source", open_source(settings.path))
     assert form == FileFormat("json")
     write_corpus(tmp_path / "out", form, "documents", iter_records(settings, np.ones(2, bool)), 0, {})
-    copied = CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)
-    turns = [[document.conversation for document in read_documents(each)] for each in (settings, copied)]
-    assert turns[0] == turns[1]
+    assert turns_of(CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)) == turns_of(settings)
     # and so does a copy of the entry, as the note of the export says
     origin = f"LLaMA-Factory entry 'custom' of {tmp_path}/dataset_info.json"
     file = tmp_path / "out" / "part-00000.json"
     assert _entry_note(origin, tmp_path / "out") == f"; to train on it, copy the {origin} with file_name: {file}"
-    entries = json.loads((tmp_path / "dataset_info.json").read_text())
     (tmp_path / "copy").mkdir()
-    copy = {"custom": entries["custom"] | {"file_name": str(file)}}
+    copy = {"custom": ENTRIES["custom"] | {"file_name": str(file)}}
     (tmp_path / "copy" / "dataset_info.json").write_text(json.dumps(copy))
     reread = CorpusSettings(path=f"{tmp_path}/copy/dataset_info.json#custom")
-    assert [document.conversation for document in read_documents(reread)] == turns[0]
+    assert turns_of(reread) == turns_of(settings)
     (tmp_path / "out" / "part-00001.json").write_text("[]")
     assert _entry_note("Axolotl entry", tmp_path / "out").endswith(f"path: {file} (one entry for each of the 2 files)")

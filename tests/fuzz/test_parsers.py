@@ -5,6 +5,7 @@ in the place of others; what the artifact lists is signed again, so that the par
 `GRASP_FUZZ=1000` gives every parser so many files in the place of a few.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -63,7 +64,6 @@ fuzz = settings(
 
 
 def changed_bytes(draw: Callable, data: bytes) -> bytes:
-    """Bytes flipped, cut out, put in or cut short, some times over."""
     out = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(out) - 1)))
@@ -98,14 +98,24 @@ def changed_value(draw: Callable, value: object) -> object:
     return draw(st.sampled_from(HOSTILE))
 
 
+def signed(raw: object) -> bytes:
+    """JSON with the checksum that its owner would write."""
+    if isinstance(raw, dict) and "checksum" in raw:
+        raw = raw | {"checksum": UNSIGNED}
+    return with_checksum((json.dumps(raw, indent=1) + "\n").encode())
+
+
 def changed_json(draw: Callable, data: bytes) -> bytes:
     """A JSON file changed as text, or as values and signed again."""
     if not draw(st.integers(0, 2)):
         return changed_bytes(draw, data)
-    changed = changed_value(draw, json.loads(data))
-    if isinstance(changed, dict) and "checksum" in changed:
-        changed = changed | {"checksum": UNSIGNED}
-    return with_checksum((json.dumps(changed, indent=1) + "\n").encode())
+    return signed(changed_value(draw, json.loads(data)))
+
+
+def listed(record: Path, change: Callable[[dict], dict]) -> None:
+    """Sign a record with other entries of files, as they are now."""
+    raw = json.loads(record.read_text())
+    record.write_bytes(signed(raw | change(raw)))
 
 
 def survives(read: Callable[[], object], outside: Path) -> None:
@@ -151,13 +161,16 @@ def place(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "all"))
 
 
+def try_each(*reads: Callable[[], object]) -> None:
+    """What one refuses the others are asked all the same."""
+    for read in reads:
+        with contextlib.suppress(GraspError):
+            read()
+
+
 def everything(path: Path) -> None:
-    """All that readers of an artifact ask for; what one of them refuses the others are asked all the same."""
-    for look in (info, verify):
-        try:
-            look(path)
-        except GraspError:
-            continue
+    """All that readers of an artifact ask for."""
+    try_each(lambda: info(path), lambda: verify(path))
     artifact = ArtifactReader.open(path)
     _ = artifact.units, dict(artifact.moments), dict(artifact.sums), artifact.protected_paths, artifact.tokens_path
     for name in artifact.array_names:
@@ -167,11 +180,12 @@ def everything(path: Path) -> None:
     LabelTable(artifact.rows_path).matching("topic = 'games'")
 
 
-def resigned(art: Path, name: str) -> None:
-    """The manifest with the size and checksum that the file has now."""
-    raw = json.loads((art / MANIFEST).read_text())
-    raw["files"][name] = entry_of(art / name).model_dump()
-    (art / MANIFEST).write_bytes(with_checksum((json.dumps(raw | {"checksum": UNSIGNED}, indent=1) + "\n").encode()))
+def check_file(whole: Path, place: Path, name: str, content: bytes) -> None:
+    art = place / "in" / "art"
+    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
+    (art / name).write_bytes(content)
+    listed(art / MANIFEST, lambda raw: {"files": raw["files"] | {name: entry_of(art / name).model_dump()}})
+    survives(lambda: everything(art), place)
 
 
 @given(data=st.data())
@@ -183,62 +197,37 @@ def test_a_manifest(data, whole, place):
 
 
 def ask(path: Path) -> None:
-    """What users ask of an artifact; whatever one verb refuses the other is asked all the same."""
     artifact = grasp.open(path)
-    for verb in (lambda: artifact.score("sciq"), lambda: artifact.predict(by="topic")):
-        try:
-            assert len(verb().to_arrow())
-        except GraspError:
-            continue
+    try_each(lambda: len(artifact.score("sciq").to_arrow()), lambda: len(artifact.predict(by="topic").to_arrow()))
 
 
 @given(data=st.data())
 @fuzz
 def test_verbs_on_a_manifest(data, whole, place):
     raw = changed_value(data.draw, json.loads((whole / "in" / "art" / MANIFEST).read_text()))
-    text = json.dumps(raw | {"checksum": UNSIGNED} if isinstance(raw, dict) else raw, indent=1) + "\n"
-    (place / "in" / "art" / MANIFEST).write_bytes(with_checksum(text.encode()))
+    (place / "in" / "art" / MANIFEST).write_bytes(signed(raw))
     survives(lambda: ask(place / "in" / "art"), place)
 
 
-TABLES = (
-    "moments.safetensors",
-    "rows.parquet",
-    "units.parquet",
-    "arrays/hidden_sketch/00001.npy",
-    "arrays/relevance_output_layer/scale.npy",
-    "shards/00002.parquet",
-)
+TABLES = ("moments.safetensors", "rows.parquet", "units.parquet", "shards/00002.parquet")
+TABLES += ("arrays/hidden_sketch/00001.npy", "arrays/relevance_output_layer/scale.npy")
 
 
 @pytest.mark.parametrize("name", TABLES)
 @given(data=st.data())
 @fuzz
 def test_a_file_of_an_artifact(data, name, whole, place):
-    art = place / "in" / "art"
-    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
-    (art / name).write_bytes(changed_bytes(data.draw, (whole / "in" / "art" / name).read_bytes()))
-    resigned(art, name)
-    survives(lambda: everything(art), place)
+    check_file(whole, place, name, changed_bytes(data.draw, (whole / "in" / "art" / name).read_bytes()))
 
 
-@given(
-    header=st.recursive(
-        st.sampled_from(HOSTILE),
-        lambda inner: st.dictionaries(
-            st.sampled_from(("a", "dtype", "shape", "data_offsets", "__metadata__")), inner, max_size=3
-        ),
-        max_leaves=6,
-    )
-)
+KEYS = st.sampled_from(("a", "dtype", "shape", "data_offsets", "__metadata__"))
+
+
+@given(header=st.recursive(st.sampled_from(HOSTILE), lambda x: st.dictionaries(KEYS, x, max_size=3), max_leaves=6))
 @fuzz
 def test_a_header_of_safetensors(header, whole, place):
-    art = place / "in" / "art"
     text = json.dumps(header).encode()
-    (art / "moments.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 64)
-    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
-    resigned(art, "moments.safetensors")
-    survives(lambda: everything(art), place)
+    check_file(whole, place, "moments.safetensors", len(text).to_bytes(8, "little") + text + b"\0" * 64)
 
 
 def read_environment(path: Path) -> None:
@@ -332,8 +321,7 @@ def test_subsets(data, place):
 def test_summaries(data, kind, place):
     path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
     value = {"checksum": UNSIGNED, "kind": "selection", "format_version": 1, "corpus": "c0ffee"}
-    value |= {"headline": "h", "rows": 1, "targets": []}
-    path.write_bytes(changed_json(data.draw, with_checksum((json.dumps(value, indent=1) + "\n").encode())))
+    path.write_bytes(changed_json(data.draw, signed(value | {"headline": "h", "rows": 1, "targets": []})))
     survives(lambda: read_summary(kind, path, art), place)
 
 
@@ -348,9 +336,7 @@ def test_a_scorer(data, name, whole, place):
         (scorer / CARD).write_bytes(changed_json(data.draw, original))
     else:
         (scorer / WEIGHTS).write_bytes(changed_bytes(data.draw, original[:200]) + original[200:])
-        raw = json.loads((scorer / CARD).read_text())
-        raw |= {"checksum": UNSIGNED, "weights": entry_of(scorer / WEIGHTS).model_dump()}
-        (scorer / CARD).write_bytes(with_checksum((json.dumps(raw, indent=1) + "\n").encode()))
+        listed(scorer / CARD, lambda _: {"weights": entry_of(scorer / WEIGHTS).model_dump()})
     survives(lambda: str(Scorer.open(scorer).score(["one two", ""])), place)
 
 
@@ -370,9 +356,7 @@ def test_imported_runs(data, name, whole, place):
             pq.write_table(table.set_column(at, table.column_names[at], pa.array([value] * len(table))), runs / name)
         else:
             (runs / name).write_bytes(changed_bytes(data.draw, (original / name).read_bytes()))
-        raw = json.loads((runs / INFO).read_text())
-        raw |= {"checksum": UNSIGNED, "files": raw["files"] | {name: entry_of(runs / name).model_dump()}}
-        (runs / INFO).write_bytes(with_checksum((json.dumps(raw, indent=1) + "\n").encode()))
+        listed(runs / INFO, lambda raw: {"files": raw["files"] | {name: entry_of(runs / name).model_dump()}})
     survives(lambda: grasp.mix_runs(RunTable.open(runs)), place)
 
 

@@ -30,7 +30,7 @@ from grasp.training.replay_checks import smoothness
 from tests.faults import Killed, raising
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
-from tests.pipeline.world import world, write_targets
+from tests.pipeline.world import changed, relevance, world, write_targets
 from tests.training.unrolled import tiny_model
 
 RECIPE = {"learning_rate": 1e-3, "max_steps": 4, "per_device_train_batch_size": 3}
@@ -39,18 +39,21 @@ HOW = {"replay": {"orders": 2, "probes": 1}}
 
 @pytest.fixture(scope="module")
 def settings(root):
-    """Return settings of a small world with two targets."""
     chosen = world(root, n_rows=6, train="further", features={"sample_positions": 10**6})
-    write_targets(root / "more.jsonl", task="more", n_units=2, seed=5)
-    data = chosen.model_dump(mode="json")
-    data["targets"]["names"].append(str(root / "more.jsonl"))
-    return data
+    more = write_targets(root / "more.jsonl", task="more", n_units=2, seed=5)
+    names = (*chosen.targets.names, str(more))
+    return changed(chosen, targets={"names": names}).model_dump(mode="json")
+
+
+def trust(patch, largest=1e9):
+    """Loosen the smoothness check, which rejects every training of a random model."""
+    name = "grasp.training.replayed_rows.smoothness"
+    patch.setattr(name, lambda replay, **how: smoothness(replay, largest, **how))
 
 
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch):
-    """Disable the smoothness check, which rejects every training of a random model."""
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
+    trust(monkeypatch)
 
 
 def build_with(settings, out, **options):
@@ -65,7 +68,7 @@ def plain(settings, root):
 @pytest.fixture(scope="module")
 def replayed(settings, root):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
+        trust(patch)
         return build_with(settings, root / "replayed").path
 
 
@@ -80,8 +83,12 @@ def stored(out) -> dict[str, bytes]:
     return files
 
 
-def columns(out, name="replay"):
-    return next(ArtifactReader.open(out).array_blocks(f"relevance_{name}", block_rows=1_000))[1]
+def columns(out):
+    return relevance(out, "replay")
+
+
+def effects(out, *how):
+    return Predictor.from_artifact(ArtifactReader.open(out), *how).effect_NT
 
 
 def test_a_replay_that_is_added_later_has_the_bytes_of_one_in_the_build(copied, replayed):
@@ -101,9 +108,7 @@ def test_a_replay_that_is_added_later_has_the_bytes_of_one_in_the_build(copied, 
 
 def test_units_of_a_target_share_its_column(replayed):
     relevance_NE = columns(replayed)
-    assert relevance_NE.shape[1] == 8
-    np.testing.assert_array_equal(relevance_NE[:, :6], np.repeat(relevance_NE[:, :1], 6, axis=1))
-    np.testing.assert_array_equal(relevance_NE[:, 6:], np.repeat(relevance_NE[:, 6:7], 2, axis=1))
+    np.testing.assert_array_equal(relevance_NE, relevance_NE[:, [0] * 6 + [6] * 2])
     assert (relevance_NE[:, 0] != relevance_NE[:, 6]).any()
     assert relevance_NE.std() > 0.5
 
@@ -194,12 +199,6 @@ def test_an_unfinished_replay_is_kept_beside_another_one(copied, monkeypatch):
     assert not (copied / REPLAY).exists()
 
 
-def test_a_check_of_a_new_model_is_refused_before_the_build(settings, tmp_path):
-    with pytest.raises(SettingsError, match="--check"):
-        build(out=tmp_path / "art", replay=True, check=True, settings={**settings, "train": "new"}, untrained=True)
-    assert not (tmp_path / "art" / "work").exists()
-
-
 def _killed_in_order(w, run):
     def replay(trajectory, targets, settings, turn, *rest):
         if turn.startswith(f"{w + 1} of "):
@@ -210,45 +209,40 @@ def _killed_in_order(w, run):
 
 
 def test_a_replay_that_is_not_smooth_is_not_used_and_suggests_a_remedy(copied, monkeypatch):
-    monkeypatch.setattr(
-        "grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e-9, **how)
-    )
-    before = Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT
+    trust(monkeypatch, 1e-9)
+    before = effects(copied)
     record = add_replay(copied, recipe=RECIPE, settings=HOW)
     assert not record.passed
     assert "relevance_replay" not in ArtifactReader.open(copied).array_names
-    np.testing.assert_array_equal(Predictor.from_artifact(ArtifactReader.open(copied)).effect_NT, before)
+    np.testing.assert_array_equal(effects(copied), before)
     (line,) = info(copied).replays
     assert_mentions(line, "2 x 4 steps", "facts, more: not used", "lower learning rate")
-    monkeypatch.setattr(import_module("grasp.pipeline.add_replay"), "replay_rows", None)
-    assert add_replay(copied, recipe=RECIPE, settings=HOW) == record  # it is not tried again
-    monkeypatch.undo()
-    monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("grasp.pipeline.add_replay"), "replay_rows", None)
+        assert add_replay(copied, recipe=RECIPE, settings=HOW) == record  # it is not tried again
+    trust(monkeypatch)
     assert add_replay(copied, recipe=RECIPE | {"learning_rate": 1e-4}, settings=HOW).passed
     assert len(info(copied).replays) == 2
 
 
 def test_a_target_that_is_added_later_has_no_replay_until_it_is_replayed(replayed, root, tmp_path):
     out = Path(shutil.copytree(replayed, tmp_path / "art"))
-    write_targets(tmp_path / "third.jsonl", task="third", n_units=2, seed=6)
-    add_targets(out, str(tmp_path / "third.jsonl"))
+    add_targets(out, str(write_targets(tmp_path / "third.jsonl", task="third", n_units=2, seed=6)))
     np.testing.assert_array_equal(columns(out)[:, 8:], 0.0)
-    before = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
-    without_replay = ScoringProtocol(name="without", match={"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0})
-    without_replay = without_replay.model_copy(update={"negative": 0.25})
-    expected = Predictor.from_artifact(ArtifactReader.open(out), without_replay, ["third"]).effect_NT[:, 0]
-    np.testing.assert_allclose(before[:, 2], expected, atol=1e-6)
+    before = effects(out)
+    match = {"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0}
+    without_replay = ScoringProtocol(name="without", match=match).model_copy(update={"negative": 0.25})
+    np.testing.assert_allclose(before[:, 2], effects(out, without_replay, ["third"])[:, 0], atol=1e-6)
     how = {"replay": {"memory_mb": 64}}  # the memory is no other setting of a training
     record = add_replay(out, settings=how)  # by the recipe and the other settings of the first
     assert (record.targets, record.settings["orders"]) == (("third",), HOW["replay"]["orders"])
-    after = Predictor.from_artifact(ArtifactReader.open(out)).effect_NT
+    after = effects(out)
     np.testing.assert_array_equal(after[:, :2], before[:, :2])
     assert (after[:, 2] != before[:, 2]).any()
     assert ArtifactReader.open(out).manifest.arrays["relevance_replay"].targets == ("facts", "more", "third")
     assert verify(out).ok
-    other = Path(shutil.copytree(out, tmp_path / "other"))
     with pytest.raises(ArtifactError, match=r"orders: was 2, now 1"):
-        add_replay(other, settings={"replay": {"orders": 1, "probes": 1}})
+        add_replay(out, settings={"replay": {"orders": 1, "probes": 1}})
 
 
 def test_merged_artifacts_have_no_replay(settings, replayed, tmp_path):
@@ -298,11 +292,9 @@ def test_adapters_and_half_precision_of_a_recipe(copied):
     pytest.importorskip("peft")
     notes = Notes()
     recipe = RECIPE | {"lora_r": 2, "lora_dropout": 0.1, "bf16": True}
-    record = add_replay(copied, recipe=recipe, settings=HOW, progress=notes)
-    assert record.passed
-    assert_mentions(
-        "\n".join(notes.lines), "half precision", "dropout of the adapter is switched off", "2 trainings of"
-    )
+    assert add_replay(copied, recipe=recipe, settings=HOW, progress=notes).passed
+    text = "\n".join(notes.lines)
+    assert_mentions(text, "half precision", "dropout of the adapter is switched off", "2 trainings of")
     assert np.isfinite(columns(copied)).all()
 
 
@@ -327,29 +319,29 @@ def test_a_model_passed_as_an_object_is_not_modified(settings, replayed, tmp_pat
     np.testing.assert_allclose(columns(out), columns(replayed), atol=1e-2)
 
 
-def test_a_window_differentiates_the_last_steps(settings, copied, monkeypatch):
+def test_a_window_differentiates_the_last_steps(copied, monkeypatch):
     """Its probe step is inside of it, and it is used although it begins after two thirds of the training."""
     monkeypatch.setattr("grasp.training.replayed_rows.smoothness", smoothness)
     notes = Notes()
     record = add_replay(copied, recipe=RECIPE, settings={"replay": {"probes": 1, "window": 1}}, progress=notes)
-    assert record.settings["window"] == 1
-    assert record.passed
+    assert (record.passed, record.settings["window"]) == (True, 1)
     assert_mentions("\n".join(notes.lines), "1.0 forward, 0.2 again, 0.5 backward")
     assert np.isfinite(columns(copied)).all()
+    message = r"replay: check: needs derivatives of all steps; omit it, or the window"
     for how in ({"check": 1, "window": 1}, {"check": 1}):  # the second one has the window of the earlier replay
-        with pytest.raises(
-            SettingsError, match=r"replay: check: needs derivatives of all steps; omit it, or the window"
-        ):
+        with pytest.raises(SettingsError, match=message):
             add_replay(copied, recipe=RECIPE, settings={"replay": how})
 
 
 def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
-    lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=RECIPE).splitlines()
-    assert lines[-1].startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")
-    assert_mentions(lines[-1], "differentiated at the price of", "disk until it is finished", "; about ")
-    recipe = RECIPE | {"bf16": True}
-    lines = forecast(tmp_path / "art", {**settings, **HOW}, untrained=True, replay=True, recipe=recipe).splitlines()
-    assert lines[-2].startswith("replay: the recipe computes in half precision")
+    def lines_with(recipe):
+        given = {**settings, **HOW}
+        return forecast(tmp_path / "art", given, untrained=True, replay=True, recipe=recipe).splitlines()
+
+    *_, line = lines_with(RECIPE)
+    assert line.startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")
+    assert_mentions(line, "differentiated at the price of", "disk until it is finished", "; about ")
+    assert lines_with(RECIPE | {"bf16": True})[-2].startswith("replay: the recipe computes in half precision")
     assert not any(tmp_path.iterdir())
 
 
@@ -362,24 +354,34 @@ def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
         ({"recipe": "none.yaml"}, r"none\.yaml"),
         ({"settings": {"replay": {"order": 1}}}, r"replay: order: .*orders"),
         ({"settings": {"replay": 3}}, r"replay: .*got 3"),
+        ({"settings": {"train": "new"}, "check": True}, "--check"),
     ],
 )
 def test_a_build_with_wrong_options_is_refused_before_the_model_runs(settings, tmp_path, options, message):
-    changed = {**settings, **options.pop("settings", {})}
+    options = {"replay": True} | options | {"settings": settings | options.get("settings", {})}
     with pytest.raises(GraspError, match=message) as caught:
-        build(out=tmp_path / "art", settings=changed, untrained=True, **({"replay": True} | options))
+        build(out=tmp_path / "art", untrained=True, **options)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "art").exists()
+    assert not (tmp_path / "art" / "work").exists()
 
 
-def test_a_finished_artifact_refuses_a_replay_that_does_not_match_it(copied):
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"recipe": RECIPE | {"max_length": 8}}, SettingsError, r"max_length: got 8.*--max-length 8"),
+        ({"settings": {"corpus": {"limit": 3}}}, SettingsError, "--replay: got corpus"),
+        (
+            {"recipe": RECIPE | {"lora_r": 2, "lora_target_modules": ["nothing"]}},
+            *(SettingsError, r"lora_target_modules: .*nothing"),
+        ),
+        (
+            {"recipe": RECIPE | {"learning_rate": 1e30}, "settings": HOW},
+            *(ModelError, r"step \d had loss .*learning rate"),
+        ),
+    ],
+)
+def test_a_finished_artifact_refuses_a_replay_that_does_not_match_it(copied, how, error, message):
     pytest.importorskip("peft")
-    with pytest.raises(SettingsError, match=r"max_length: got 8.*--max-length 8"):
-        add_replay(copied, recipe=RECIPE | {"max_length": 8})
-    with pytest.raises(SettingsError, match="--replay: got corpus"):
-        add_replay(copied, settings={"corpus": {"limit": 3}})
-    with pytest.raises(SettingsError, match=r"lora_target_modules: .*nothing"):
-        add_replay(copied, recipe=RECIPE | {"lora_r": 2, "lora_target_modules": ["nothing"]})
-    with pytest.raises(ModelError, match=r"step \d had loss .*learning rate"):
-        add_replay(copied, recipe=RECIPE | {"learning_rate": 1e30}, settings=HOW)
+    with pytest.raises(error, match=message):
+        add_replay(copied, **how)
     assert "relevance_replay" not in ArtifactReader.open(copied).array_names

@@ -24,7 +24,6 @@ UNTRAINED = {"untrained": True}  # the models here are random
 
 @pytest.fixture(scope="module")
 def settings(root):
-    """Return the settings that do not depend on how the inputs are passed."""
     plain = world(root).model_dump(mode="json")
     return {
         "features": plain["features"],

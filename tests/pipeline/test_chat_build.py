@@ -23,9 +23,10 @@ from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays
 from tests.corpus.chats import CHATML, turns
+from tests.corpus.world import write_jsonl
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
-from tests.pipeline.world import WORDS, world, write_targets
+from tests.pipeline.world import WORDS, changed, world, write_targets
 from tests.rounding import rounding
 
 
@@ -38,12 +39,11 @@ def conversations(n: int) -> list[dict]:
 
 
 def chat_settings(root: Path) -> BuildSettings:
-    """Write a small world whose rows are conversations to `root` and return its build settings."""
     settings = world(root, features={"sample_positions": 10_000})
     template = json.loads((root / "model" / "tokenizer_config.json").read_text())
     (root / "model" / "tokenizer_config.json").write_text(json.dumps(template | {"chat_template": CHATML}))
-    (root / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in conversations(20)))
-    return build_settings(settings.model_dump() | {"corpus": {"path": str(root / "corpus.jsonl"), "max_length": 120}})
+    path = str(write_jsonl(root / "corpus.jsonl", conversations(20)))
+    return build_settings(settings.model_dump() | {"corpus": {"path": path, "max_length": 120}})
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +88,9 @@ def test_short_conversations_are_recognised_by_the_tokens_that_carry_loss(chat):
 
 def test_an_artifact_of_plain_text_merges_with_one_of_conversations(chat, tmp_path):
     root, settings = chat
-    lines = [json.dumps({"id": f"t{i}", "text": " ".join(WORDS[i : i + 6])}) + "\n" for i in range(5)]
-    (tmp_path / "text.jsonl").write_text("".join(lines))
-    corpus = settings.corpus.model_copy(update={"path": str(tmp_path / "text.jsonl")})
-    text = settings.model_copy(update={"corpus": corpus, "like": str(root / "art")})
-    build_artifact(text, tmp_path / "text")
+    lines = [{"id": f"t{i}", "text": " ".join(WORDS[i : i + 6])} for i in range(5)]
+    path = str(write_jsonl(tmp_path / "text.jsonl", lines))
+    build_artifact(changed(settings, corpus={"path": path}, like=str(root / "art")), tmp_path / "text")
     both = grasp.open(merge([root / "art", tmp_path / "text"], tmp_path / "both").path)
     supervised = [RowStore.open(part / "tokens").loss_counts() for part in (root / "art", tmp_path / "text")]
     assert both.rows.to_pandas()["n_loss"].tolist() == np.concatenate(supervised).tolist()
@@ -102,10 +100,7 @@ def test_an_artifact_of_plain_text_merges_with_one_of_conversations(chat, tmp_pa
 def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     root, settings = chat
     names = (*settings.targets.names, str(write_targets(root / "more.jsonl", "more", 4, seed=5)))
-    build_artifact(
-        settings.model_copy(update={"targets": settings.targets.model_copy(update={"names": names})}),
-        tmp_path / "joint",
-    )
+    build_artifact(changed(settings, targets={"names": names}), tmp_path / "joint")
     build_artifact(settings, tmp_path / "art")
     assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
     actual, expected = (arrays(tmp_path / name)["relevance_output_layer"] for name in ("art", "joint"))
@@ -114,26 +109,20 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_an_export_holds_the_users_own_records(chat, tmp_path, kind):
-    root, _ = chat
-    art = grasp.open(root / "art")
-    picked = art.select("50%")
+    picked = grasp.open(chat[0] / "art").select("50%")
     picked.export(tmp_path / "out", format=kind)
-    files = sorted((tmp_path / "out").glob("part-*"))
-    if kind == "jsonl":
-        results = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    else:
-        results = [record for file in files for record in pq.read_table(file).to_pylist()]
+    results = []
+    for file in sorted((tmp_path / "out").glob("part-*")):
+        read = pq.read_table(file).to_pylist() if kind == "parquet" else map(json.loads, file.read_text().splitlines())
+        results.extend(read)
     names = set(picked.table["row_id"].to_pylist())
     assert results == [record for record in conversations(20) if record["id"] in names]
 
 
 def test_the_same_answers_have_the_same_loss_as_rows_and_as_questions(chat, tmp_path):
-    _root, settings = chat
     unit_lines = [{"unit_id": line["id"], "messages": line["messages"]} for line in conversations(20)]
-    (tmp_path / "same.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unit_lines))
-    targets = settings.targets.model_copy(update={"names": (str(tmp_path / "same.jsonl"),), "max_length": 120})
-    corpus = settings.corpus.model_copy(update={"loss_on": "completion"})
-    build_artifact(settings.model_copy(update={"targets": targets, "corpus": corpus}), tmp_path / "art")
+    targets = {"names": (str(write_jsonl(tmp_path / "same.jsonl", unit_lines)),), "max_length": 120}
+    build_artifact(changed(chat[1], targets=targets, corpus={"loss_on": "completion"}), tmp_path / "art")
     art = ArtifactReader.open(tmp_path / "art")
     rows = pa.Table.from_batches(list(art.row_batches(["row_id", "loss"]))).to_pylist()
     units = {unit["unit_id"]: unit["loss"] for unit in art.units.to_pylist()}
@@ -149,9 +138,8 @@ def test_a_chat_template_with_the_date_is_exported_and_resumed_on_another_day(ch
     (file,) = [path for path in (model / "chat_template.jinja", model / "tokenizer_config.json") if path.exists()][-1:]
     known = json.loads(file.read_text())
     file.write_text(json.dumps(known | {"chat_template": "{{ strftime_now('%d %b %Y') }}\n" + CHATML}))
-    read = settings.model.model_copy(update={"path": str(model)})
     notes = Notes()
-    build_artifact(settings.model_copy(update={"model": read}), tmp_path / "art", progress=notes)
+    build_artifact(changed(settings, model={"path": str(model)}), tmp_path / "art", progress=notes)
     assert any("2024-07-26" in line and "model.chat_date" in line for line in notes.lines)
     art = ArtifactReader.open(tmp_path / "art")
     assert art.manifest.settings["model"]["chat_date"] == "2024-07-26"

@@ -21,13 +21,9 @@ from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
-from tests.pipeline.world import world
+from tests.pipeline.world import changed, relevance, world
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
-
-def relevance(out):
-    return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
 
 
 WHOLE = {"sample_positions": 10**6}  # the sample is the corpus
@@ -48,14 +44,10 @@ def test_of_an_adapter_all_coordinates_of_its_own_matrices_are_used(root, tmp_pa
     settings = world(root, train="further", features=WHOLE)
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(settings.model.path)
-    adapted = peft.get_peft_model(
-        base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    )
+    how = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, how)
     adapted.save_pretrained(tmp_path / "adapter")
-    adapter_settings = settings.model_copy(
-        update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})}
-    )
-    notes = Notes()
+    adapter_settings, notes = changed(settings, model={"path": str(tmp_path / "adapter")}), Notes()
     artifact = ArtifactReader.open(build_artifact(adapter_settings, tmp_path / "art", progress=notes))
     size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     assert_mentions(notes.lines, f"gradients of {size:,} ", f" {size:,} parameters", " 8 layers", "frozen")
@@ -63,18 +55,14 @@ def test_of_an_adapter_all_coordinates_of_its_own_matrices_are_used(root, tmp_pa
     assert artifact.manifest.settings["model"]["adapter"] == "apart"
     # the second moments, by autograd through peft's own model
     model = adapted.eval().requires_grad_(False)
-    lora = {name: p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name}
-    total = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in lora.items()}
-    store = BuildSource(artifact).rows
-    for k in range(store.n_shards):
-        shard = store.shard(k)
-        for i in range(len(shard)):
-            ids = torch.from_numpy(shard.ids(i).astype(np.int64))[None]
-            loss = model(input_ids=ids, labels=ids).loss
-            for name, grad in zip(lora, torch.autograd.grad(loss, list(lora.values())), strict=True):
-                total[name] += grad.double() ** 2
-    expected = sum(float(squares.sum()) for squares in total.values()) / store.n_rows
-    assert float(artifact.moments["gradient.square"].sum()) == pytest.approx(expected, rel=1e-4)
+    lora = [p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name]
+    total, store = 0.0, BuildSource(artifact).rows
+    rows = store.rows(np.arange(store.n_rows))
+    for i in range(store.n_rows):
+        ids = torch.from_numpy(rows.ids(i).astype(np.int64))[None]
+        gradients = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, lora)
+        total += sum(float((grad.double() ** 2).sum()) for grad in gradients)
+    assert float(artifact.moments["gradient.square"].sum()) == pytest.approx(total / store.n_rows, rel=1e-4)
 
 
 def test_an_adapter_is_merged_into_the_model_if_a_new_model_is_trained(root, tmp_path):
@@ -82,58 +70,42 @@ def test_an_adapter_is_merged_into_the_model_if_a_new_model_is_trained(root, tmp
     settings = world(root, train="new")
     base = AutoModelForCausalLM.from_pretrained(settings.model.path)
     peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    adapter_settings = settings.model_copy(
-        update={"model": settings.model.model_copy(update={"path": str(tmp_path / "adapter")})}
-    )
-    assert (
-        ArtifactReader.open(build_artifact(adapter_settings, tmp_path / "art")).manifest.settings["model"]["adapter"]
-        == "folded"
-    )
+    out = build_artifact(changed(settings, model={"path": str(tmp_path / "adapter")}), tmp_path / "art")
+    assert ArtifactReader.open(out).manifest.settings["model"]["adapter"] == "folded"
 
 
-def test_frozen_parameters_are_excluded(root):
+def test_frozen_parameters_are_excluded_unless_all_are_frozen(root):
     settings = world(root)
     model = AutoModelForCausalLM.from_pretrained(settings.model.path)
-    for layer in model.model.layers[:1]:
-        layer.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
     read = ReferenceModel(model, HfTokenizer(tokenizer, vocab_size=300))
     reader = SampledGradients.choose(read, FeatureSettings())
-    names = [block.name for block in reader.engine.layers.blocks]
-    assert not [name for name in names if name.startswith("model.layers.0.")]
-    assert [name for name in names if name.startswith("model.layers.1.")]
+    names = {block.name[: len("model.layers.0.")] for block in reader.engine.layers.blocks}
+    assert "model.layers.0." not in names
+    assert "model.layers.1." in names
     assert "frozen" in reader.describe()
-
-
-def test_a_completely_frozen_model_is_read_completely():
-    model = reference("llama", torch.float32)  # a reference model freezes what it reads
-    assert SampledGradients.choose(ReferenceModel(model.model, None), FeatureSettings()).skipped_layers == ()
+    frozen = reference("llama", torch.float32)  # a reference model freezes what it reads
+    assert SampledGradients.choose(ReferenceModel(frozen.model, None), FeatureSettings()).skipped_layers == ()
 
 
 def test_layers_without_per_row_gradients_are_excluded_and_named():
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = MixtralConfig(**sizes, **heads, bos_token_id=None, eos_token_id=0)
     reader = SampledGradients.choose(ReferenceModel(MixtralForCausalLM(config), None), FeatureSettings())
-    block_names = {block.name for block in reader.engine.layers.blocks}
-    assert {name for name in block_names if "self_attn" in name}
+    assert any("self_attn" in block.name for block in reader.engine.layers.blocks)
     assert len(reader.skipped_layers) > 0
     assert all(".mlp." in name for name in reader.skipped_layers)
     assert_mentions(reader.describe(), "model.layers.0.mlp.", "6 in total")
 
 
-def test_more_coordinates_than_parameters_are_refused():
+def test_models_without_the_gradients_that_are_asked_for_are_refused():
     with pytest.raises(SettingsError, match=r"gradient_coordinates: .*\b10,000,000\b"):
         SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates=10_000_000))
+    with pytest.raises(ModelError, match=r"kernels: .*gradient.*causal LM"):  # a classifier
+        SampledGradients.choose(SimpleNamespace(), FeatureSettings())
     assert SampledGradients.choose(reference("llama"), FeatureSettings(gradient_coordinates="all")).sample.size > 0
 
 
@@ -148,18 +120,14 @@ def test_units_that_do_not_fit_in_memory_are_kept_in_a_file_with_the_same_result
 
 
 def test_rows_are_ranked_as_by_gradients_of_autograd(built):
-    """Compare the stored relevance of a whole build with the preconditioned inner product."""
-    artifact = ArtifactReader.open(built)
-    origin = BuildSource(artifact)
+    origin = BuildSource(ArtifactReader.open(built))
     model, store = origin.model, origin.rows
     reader = SampledGradients.choose(model, origin.settings.features)
-    blocks = reader.engine.layers.blocks
 
     def whole(examples):
         gradients = [autograd(model, example) for example in examples]
-        return np.stack(
-            [torch.cat([as_matrix(b, gradient).flatten() for b in blocks]).double().numpy() for gradient in gradients]
-        )
+        rows = [[as_matrix(b, gradient).flatten() for b in reader.engine.layers.blocks] for gradient in gradients]
+        return np.stack([torch.cat(row).double().numpy() for row in rows])
 
     shard = store.rows(np.arange(store.n_rows))
     row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
@@ -169,11 +137,6 @@ def test_rows_are_ranked_as_by_gradients_of_autograd(built):
     expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
     assert reader.sample.size == row_NP.shape[1]
     np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
-
-
-def test_a_classifier_has_no_gradient_kernel():
-    with pytest.raises(ModelError, match=r"kernels: .*gradient.*causal LM"):
-        SampledGradients.choose(SimpleNamespace(), FeatureSettings())
 
 
 def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Rows that contain questions of the targets are found in every spelling, and other rows are not."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -16,11 +14,12 @@ from grasp.pipeline.build import add_targets
 from grasp.pipeline.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Silent
 from grasp.targets import Unit
+from tests.corpus.world import write_jsonl
 from tests.mentions import assert_mentions
 from tests.pipeline.test_merge import write_lines
-from tests.pipeline.world import texts, world
+from tests.pipeline.test_pipeline import Notes
+from tests.pipeline.world import changed, texts, world
 
 QUESTION = "Which part of a green plant makes sugar out of light, water and air during the day"
 OTHER = "How many wooden boats crossed the wide river before the old bridge fell into it"
@@ -32,12 +31,10 @@ def unit(question, answer=" the leaf", target="t", unit_id="u"):
 
 
 def found_in(index, text):
-    """Return the units whose question a text contains."""
     return sorted({e for e, _, _ in index.questions_in(text)})
 
 
 def slow(question, text):
-    """Return whether the words of a question occur in a text consecutively."""
     words, query_words = text.lower().split(), question.lower().replace(",", "").split()
     return any(words[k : k + len(query_words)] == query_words for k in range(len(words)))
 
@@ -74,20 +71,17 @@ def test_verbatim_questions_are_found(query_words, around, place, put):
         assert index.questions_in(text) == []
 
 
-SPLIT = tuple(QUESTION.lower().replace(",", "").split()), tuple(OTHER.lower().split())
 SHOTS = (
     "Question: What is wet, says the child to the old man by the sea?\nAnswer: water\n\n",
     "Question: What is hot, says the man to the young child by the fire?\nAnswer: coal\n\n",
 )
+SPLIT = tuple(QUESTION.lower().replace(",", "").split()), tuple(OTHER.lower().split())
 
 
 @pytest.mark.parametrize("shots", [("", ""), (SHOTS[0], SHOTS[0]), SHOTS, (SHOTS[0], SHOTS[1] + SHOTS[0])])
 def test_examples_in_the_prompt_are_no_part_of_a_question(shots):
-    shots_and_questions = zip(shots, (QUESTION, OTHER), strict=True)
-    units = [
-        Unit(f"u{i}", "t", f"{shot}Question: {text}?\nAnswer:", " x")
-        for i, (shot, text) in enumerate(shots_and_questions)
-    ]
+    prompts = [f"{shot}Question: {text}?\nAnswer:" for shot, text in zip(shots, (QUESTION, OTHER), strict=True)]
+    units = [Unit(f"u{i}", "t", prompt, " x") for i, prompt in enumerate(prompts)]
     index = QuestionIndex(units)
     assert found_in(index, f"so: {QUESTION}") == [0]
     assert found_in(index, f"so: {OTHER}") == [1]
@@ -143,8 +137,6 @@ def decoded(rows):
 
 
 class Shards:
-    """A store of rows whose token ids are the codes of their characters."""
-
     documents = ""
 
     def __init__(self, texts, size):
@@ -192,18 +184,14 @@ def leaky(tmp_path_factory):
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):
-        questions = [question, f"{question.split()[0]} has never asked the stone about its heart of iron and salt"]
-        write_lines(root / f"{name}.jsonl", 0, [])
-        lines = [
-            {"task": name, "unit_id": f"{name}-{i}", "question": q, "answer": "salt"} for i, q in enumerate(questions)
-        ]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        asked = [question, f"{question.split()[0]} has never asked the stone about its heart of iron and salt"]
+        units = [{"unit_id": f"{name}-{i}", "question": text, "answer": "salt"} for i, text in enumerate(asked)]
+        write_jsonl(root / f"{name}.jsonl", [{"task": name} | unit for unit in units])
     lines = texts(12, seed=3)
     lines[2] = f"{lines[2]} {QUESTION}? {lines[3]}"
     lines[5] = f"He said: {OTHER.upper()}!"
     place = write_lines(root / "leaky.jsonl", 0, lines)
-    corpus = settings.corpus.model_copy(update={"path": place, "max_length": 128})  # a question is in one row
-    return root, settings.model_copy(update={"corpus": corpus}), lines
+    return root, changed(settings, corpus={"path": place, "max_length": 128}), lines  # a question is in one row
 
 
 def leaked(artifact, target):
@@ -213,14 +201,9 @@ def leaked(artifact, target):
 
 def test_build_notices_leaks_and_other_functions_report_them_again(leaky):
     root, settings, _ = leaky
-    notes = []
-
-    class Notes(Silent):
-        def note(self, line):
-            notes.append(line)
-
-    build_artifact(settings, root / "art", progress=Notes())
-    assert_mentions(notes, "facts: 2 rows")  # it lies across the cut between two rows of row-2
+    notes = Notes()
+    build_artifact(settings, root / "art", progress=notes)
+    assert_mentions(notes.lines, "facts: 2 rows")  # it lies across the cut between two rows of row-2
     add_targets(root / "art", str(root / "more.jsonl"))
     artifact = grasp.open(root / "art")
     reader = ArtifactReader.open(root / "art")
@@ -236,12 +219,11 @@ def test_build_notices_leaks_and_other_functions_report_them_again(leaky):
 def test_leaks_of_parts_are_those_of_one_build(leaky):
     root, settings, lines = leaky
     places = []
+    targets = {"names": (str(root / "facts.jsonl"), str(root / "more.jsonl"))}
     for k, part in enumerate((slice(0, 4), slice(4, 12))):
         path = write_lines(root / f"part-{k}.jsonl", part.start, lines[part])
-        corpus = settings.corpus.model_copy(update={"path": path})
-        part_settings = settings.model_copy(update={"corpus": corpus, "like": str(places[0]) if places else None})
-        names = {"names": (str(root / "facts.jsonl"), str(root / "more.jsonl"))}
-        part_settings = part_settings.model_copy(update={"targets": part_settings.targets.model_copy(update=names)})
+        like = str(places[0]) if places else None
+        part_settings = changed(settings, corpus={"path": path}, targets=targets, like=like)
         places.append(build_artifact(part_settings, root / f"art-{k}"))
     merge([str(place) for place in places], root / "merged")
     merged = ArtifactReader.open(root / "merged")

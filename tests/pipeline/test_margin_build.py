@@ -1,6 +1,5 @@
 """Builds with margins: the relevance of a margin is the weighted sum of the relevance of its answers."""
 
-import json
 import shutil
 
 import numpy as np
@@ -18,7 +17,8 @@ from grasp.predict.scoring_rule import parse_protocol
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
 from grasp.targets.margins import Answers
-from tests.pipeline.world import world
+from tests.corpus.world import write_jsonl
+from tests.pipeline.world import relevance, world
 
 KERNELS = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "gradient")
 QUIZ = [
@@ -28,8 +28,11 @@ QUIZ = [
 ]
 
 
-def relevance(artifact, kernel):
-    return np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}", block_rows=16)])
+def build_quiz(root, name, names):
+    targets = {"names": names, "max_length": 64, "units_per_target": None}
+    features = {"kernels": KERNELS, "sample_positions": 10**6}
+    settings = world(root, targets=targets, features=features, train="further")
+    return ArtifactReader.open(build_artifact(settings, root / f"art-{name}"))
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +43,11 @@ def built(root):
         for k, line in enumerate(QUIZ)
         for c, text in enumerate(line["choices"])
     ]
-    artifacts = []
-    for name, lines, suffix in (("each", choices, ""), ("quiz", QUIZ, "@margin_per_char")):
-        path = root / f"{name}.jsonl"
-        path.write_text("\n".join(map(json.dumps, lines)))
-        targets = {"names": [f"{path}{suffix}"], "max_length": 64, "units_per_target": None}
-        features = {"kernels": KERNELS, "sample_positions": 10**6}
-        settings = world(root, targets=targets, features=features, train="further")
-        artifacts.append(ArtifactReader.open(build_artifact(settings, root / f"art-{name}")))
-    return artifacts
+    files = [
+        (write_jsonl(root / "each.jsonl", choices), ""),
+        (write_jsonl(root / "quiz.jsonl", QUIZ), "@margin_per_char"),
+    ]
+    return [build_quiz(root, path.stem, [f"{path}{suffix}"]) for path, suffix in files]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -106,24 +105,17 @@ def test_kernels_that_are_not_linear_are_refused_for_margins(built, root, tmp_pa
         build_artifact(settings, tmp_path / "art")
 
 
-# ------------------------------------------------------------------------------------------------- metrics of users
-
-
 WEIGHTS = [{"unit_id": "0.0", "weight": 2}, {"unit_id": "1.1", "weight": -1.0}, {"unit_id": "quiz:2", "weight": 0.5}]
 
 
 def with_weights(root, lines, name="mine"):
-    path = root / f"{name}.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path = write_jsonl(root / f"{name}.jsonl", lines)
     return [str(root / "each.jsonl"), str(root / "quiz.jsonl"), str(path)]
 
 
 @pytest.fixture(scope="module")
 def weighted(built, root):
-    targets = {"names": with_weights(root, WEIGHTS), "max_length": 64, "units_per_target": None}
-    features = {"kernels": KERNELS, "sample_positions": 10**6}
-    settings = world(root, targets=targets, features=features, train="further")
-    return ArtifactReader.open(build_artifact(settings, root / "art-weighted"))
+    return build_quiz(root, "weighted", with_weights(root, WEIGHTS))
 
 
 def test_a_weighted_unit_has_the_sign_in_its_column_and_the_size_in_the_mean(weighted):
@@ -155,10 +147,7 @@ def test_a_metric_is_the_mean_of_weighted_utilities(weighted):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            {"unit_id": "zz", "weight": 1},
-            r"bad.jsonl:1: unit_id: 'zz' is not a unit of.*sciq,weights",
-        ),
+        ({"unit_id": "zz", "weight": 1}, r"bad.jsonl:1: unit_id: 'zz' is not a unit of.*sciq,weights"),
         ({"unit_id": "0.0", "weight": 0}, "weight: got 0, expected a number other than 0"),
         ({"unit_id": "0.0", "weight": "1"}, "weight: got '1'"),
         ({"unit_id": "0.0", "weight": 1, "target": "each"}, "each is named twice"),

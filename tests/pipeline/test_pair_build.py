@@ -15,16 +15,14 @@ from grasp.pipeline.pipeline import build_artifact
 from grasp.select.select import select
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
-from tests.corpus.chats import chat_tokenizer
-from tests.pipeline.world import WORDS, world
+from tests.corpus.chats import chat_tokenizer, turns
+from tests.corpus.world import write_jsonl
+from tests.pipeline.world import WORDS, changed, relevance, world
 
 KERNELS = ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient")
 
 
-def turns(*texts):
-    return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
-
-
+ASK = [{"from": "human", "value": "Hi"}]
 FORMS = {
     "texts": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " red."}, "The sky is", " blue.", " red."),
     "implicit text": ({"chosen": "I like cats", "rejected": "I like dogs"}, "I like", " cats", " dogs"),
@@ -32,14 +30,8 @@ FORMS = {
     "implicit chats": ({"chosen": turns("Hi", "Yo"), "rejected": turns("Hi", "No")}, 1, "Yo", "No"),
     "UltraFeedback": ({"prompt": "Hi", "chosen": turns("Hi", "Yo"), "rejected": turns("Hi", "No")}, 1, "Yo", "No"),
     "LLaMA-Factory": (
-        {
-            "conversations": [{"from": "human", "value": "Hi"}],
-            "chosen": {"from": "gpt", "value": "Yo"},
-            "rejected": {"from": "gpt", "value": "No"},
-        },
-        1,
-        "Yo",
-        "No",
+        {"conversations": ASK, "chosen": {"from": "gpt", "value": "Yo"}, "rejected": {"from": "gpt", "value": "No"}},
+        *(1, "Yo", "No"),
     ),
     "same answers": ({"prompt": "a", "chosen": turns("a", "Yo"), "rejected": turns("a", "Yo")}, 1, "Yo", "Yo"),
     "system": ({"system": "Be.", "prompt": "Hi", "chosen": "Yo", "rejected": "No"}, 2, "Yo", "No"),
@@ -49,6 +41,12 @@ FORMS = {
     "equal texts": ({"question": "Hi", "chosen": "Yo", "rejected": "Yo"}, 1, "Yo", "Yo"),
     "text after chat": ({"prompt": turns("Hi"), "chosen": "Yo", "rejected": "No"}, 1, "Yo", "No"),
 }
+
+
+def stored(tmp_path, records, max_length):
+    path = write_jsonl(tmp_path / "pairs.jsonl", records)
+    settings = CorpusSettings(path=str(path), form="preference", max_length=max_length)
+    return path, RowStore.write(tmp_path / "rows", settings, chat_tokenizer(), shard_rows=8)
 
 
 @pytest.mark.parametrize(("record", "prompt", "chosen", "rejected"), FORMS.values(), ids=FORMS)
@@ -90,36 +88,25 @@ def test_a_pair_without_a_side_is_refused_in_one_line(record, message, tmp_path)
 @pytest.mark.parametrize(("chosen", "rejected"), [("same", "same"), ("The sky", "The sky is red"), ("a b", "a")])
 def test_a_pair_without_a_difference_is_left_out_and_named(chosen, rejected, tmp_path):
     records = [FORMS["implicit text"][0], {"chosen": chosen, "rejected": rejected, "id": "equal"}]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(path), form="preference", max_length=64)
-    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(), shard_rows=8)
-    assert store.n_rows == 1
-    assert store.skipped.ids == {"no_loss": ["equal"]}
+    path, store = stored(tmp_path, records, 64)
+    assert (store.n_rows, store.skipped.ids) == (1, {"no_loss": ["equal"]})
     with pytest.raises(TargetError, match=r"pairs\.jsonl:2: (chosen|rejected): no text follows the prompt"):
         load_units(TargetSettings(names=(str(path),)))
 
 
 @pytest.mark.parametrize("kind", ["texts", "chats"])
 def test_a_long_pair_keeps_the_prompt_of_both_sides_and_loses_ends_of_answers(kind, tmp_path):
-    def side(text):
-        return text if kind == "texts" else [{"role": "assistant", "content": text}]
-
-    def pair(name, *texts):
-        prompt, chosen, rejected = texts
-        prompt = prompt if kind == "texts" else [{"role": "user", "content": prompt}]
-        return {"id": name, "prompt": prompt, "chosen": side(chosen), "rejected": side(rejected)}
-
-    records = [
-        pair("short", "what is water?", " wet.", " dry."),
-        pair("long", "what is water?", " wet.", " dry." * 40),
-        pair("both", "what is water?", " wet." * 40, " dry." * 50),
-        pair("prompt", "what is water?" * 20, " wet.", " dry."),
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    lines = [
+        ("short", "what is water?", " wet.", " dry."),
+        ("long", "what is water?", " wet.", " dry." * 40),
+        ("both", "what is water?", " wet." * 40, " dry." * 50),
+        ("prompt", "what is water?" * 20, " wet.", " dry."),
     ]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    settings = CorpusSettings(path=str(path), form="preference", max_length=48)
-    store = RowStore.write(tmp_path / "rows", settings, chat_tokenizer(), shard_rows=8)
+    records = [dict(zip(("id", *roles), line, strict=True)) for line in lines]
+    if kind == "chats":
+        records = [r | {name: [{"role": roles[name], "content": r[name]}] for name in roles} for r in records]
+    _, store = stored(tmp_path, records, 48)
     assert store.skipped.ids == {"cut_end": ["long", "both", "both"], "long_prompt": ["prompt"]}
     sides = store.shard(0).sides()
     assert [len(sides.ids(k)) for k in (3, 4, 5)] == [48] * 3
@@ -127,9 +114,6 @@ def test_a_long_pair_keeps_the_prompt_of_both_sides_and_loses_ends_of_answers(ki
     for k in range(1, 6):
         np.testing.assert_array_equal(sides.ids(k)[: starts[k]], sides.ids(0)[: starts[0]])
     assert all(sides.mask(k)[starts[k] :].all() for k in (3, 4, 5))
-
-
-# ------------------------------------------------------------------------------------------------------------- builds
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +126,8 @@ def pairs(root):
         record = {"row_id": f"p{k}", "prompt": words[0], "chosen": f" {words[1]}", "rejected": f" {words[2]}."}
         records.append(record | {"topic": "ab"[k % 2]})
         sides += [{"row_id": f"p{k}.{x}", "prompt": words[0], "completion": record[x]} for x in ("chosen", "rejected")]
-    for name, lines in (("pairs", records), ("sides", sides)):
-        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_jsonl(root / "pairs.jsonl", records)
+    write_jsonl(root / "sides.jsonl", sides)
     return records
 
 
@@ -151,38 +135,26 @@ def pairs(root):
 def built(root, pairs):
     """Build artifacts of the pairs and of their sides, without preconditioning, which would differ between them."""
     artifacts = {}
+    settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
     for name, form in (("pairs", "preference"), ("sides", "prompt")):
-        settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
-        corpus = settings.corpus.model_copy(
-            update={"path": str(root / f"{name}.jsonl"), "form": form, "max_length": 96}  # no side is truncated
-        )
-        targets = settings.targets.model_copy(update={"names": (str(root / "pairs.jsonl"),)})
-        settings = settings.model_copy(update={"corpus": corpus, "targets": targets})
-        artifacts[name] = ArtifactReader.open(build_artifact(settings, root / f"art-{name}"))
+        corpus = {"path": str(root / f"{name}.jsonl"), "form": form, "max_length": 96}  # no side is truncated
+        of_form = changed(settings, corpus=corpus, targets={"names": (str(root / "pairs.jsonl"),)})
+        artifacts[name] = ArtifactReader.open(build_artifact(of_form, root / f"art-{name}"))
     return artifacts
-
-
-def relevance(artifact, kernel):
-    return np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}", block_rows=16)])
 
 
 def test_rows_have_the_tokens_of_both_sides(built):
     pairs, sides = (BuildSource(built[name]).rows for name in ("pairs", "sides"))
-    assert pairs.n_rows == 20
-    assert sides.n_rows == 40
-    split = pairs.rows(np.arange(20))
-    flat = split.sides()
-    whole = sides.rows(np.arange(40))
-    np.testing.assert_array_equal(flat.flat_ids, whole.flat_ids)
-    np.testing.assert_array_equal(flat.offsets, whole.offsets)
-    np.testing.assert_array_equal(flat.loss_mask, whole.loss_mask)
+    assert (pairs.n_rows, sides.n_rows) == (20, 40)
+    split, whole = pairs.rows(np.arange(20)), sides.rows(np.arange(40))
+    for field in ("flat_ids", "offsets", "loss_mask"):
+        np.testing.assert_array_equal(getattr(split.sides(), field), getattr(whole, field))
     np.testing.assert_array_equal(split.take(np.array([3, 1])).sides().ids(2), split.sides().ids(2))
     assert pairs.longest() == sides.lengths().max()
 
 
 @pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
 def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
-    """Compare sums over positions: the sum of a pair is the difference of the sums of its sides."""
     counts = BuildSource(built["sides"]).rows.loss_counts()[:, None]
     sum_SE = relevance(built["sides"], kernel) * counts
     expected_NE = (sum_SE[::2] - sum_SE[1::2]) / (counts[::2] + counts[1::2])
@@ -226,12 +198,10 @@ def test_selected_pairs_are_exported_as_they_are(built, pairs, tmp_path):
     (file,) = (tmp_path / "out").glob("*.jsonl")
     exported = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(exported) == 5
-    by_id = {record["row_id"]: record for record in pairs}
-    assert all(record == by_id[record["row_id"]] for record in exported)
+    assert all(record in pairs for record in exported)
 
 
 def test_pairs_require_further_training(root, pairs, tmp_path):
-    settings = world(root, train="new")
-    corpus = settings.corpus.model_copy(update={"path": str(root / "pairs.jsonl"), "form": "preference"})
+    corpus = {"path": str(root / "pairs.jsonl"), "form": "preference"}
     with pytest.raises(SettingsError, match=r"--loss dpo.*--train further"):
-        build_artifact(settings.model_copy(update={"corpus": corpus}), tmp_path / "art")
+        build_artifact(changed(world(root, train="new"), corpus=corpus), tmp_path / "art")

@@ -1,7 +1,6 @@
 """Laws of the build: every array equals a float64 reference; shards, batches, kills and resumes do not change it."""
 
 import functools
-import gzip
 import json
 import math
 import os
@@ -15,8 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
@@ -37,17 +34,29 @@ from grasp.models.build_source import BuildSource
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.inputs import ON_DISK, prepare_inputs
-from grasp.pipeline.model_pass import compute_moments, read_batches
+from grasp.pipeline.model_pass import compute_moments
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.progress import Silent
 from grasp.select.export import corpus_settings
-from grasp.settings import BuildSettings, FeatureSettings, TargetSettings, build_settings
+from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from tests.cli.grasp_command import arrays
+from tests.corpus.world import write_jsonl, write_parquet
 from tests.mentions import assert_mentions
-from tests.pipeline.world import FORWARD, SKETCHES, texts, world, write_checkpoint, write_targets
+from tests.pipeline.world import (
+    FORWARD,
+    SKETCHES,
+    changed,
+    more_targets,
+    texts,
+    world,
+    write_checkpoint,
+    write_targets,
+)
 from tests.predict.source import FakeSource
 from tests.rules import rule
+
+SLOW = pytest.mark.slow  # second paths of what the fast suite does once
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -63,7 +72,6 @@ def built(root) -> Path:
 
 @pytest.fixture(scope="module")
 def every(root) -> Path:
-    """Build with every kernel, those of the paper and its sketches included."""
     return build_artifact(world(root, features={"kernels": FORWARD}), root / "every")
 
 
@@ -196,18 +204,17 @@ def test_relevance_equals_the_float64_reference(root):
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
     units = []
-    for prompt, completion in zip(*_units(root), strict=True):
-        ids = reference.tokenizer(prompt)["input_ids"]
-        units.append(reference.positions(ids + reference.tokenizer(completion)["input_ids"], len(ids) - 1))
+    for line in lines_of(root / "facts.jsonl"):
+        ids = reference.tokenizer(line["prompt"])["input_ids"]
+        units.append(reference.positions(ids + reference.tokenizer(line["completion"])["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
     for name in kernels:
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(arrays_by_name[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
 
-def _units(root: Path) -> tuple[list[str], list[str]]:
-    lines = [json.loads(line) for line in (root / "facts.jsonl").read_text().splitlines()]
-    return [line["prompt"] for line in lines], [line["completion"] for line in lines]
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("last", [0, 32])
@@ -275,7 +282,6 @@ def test_moments_of_nearly_all_rows_approximate_those_of_all_rows(root, tmp_path
 
 @pytest.fixture
 def head_positions(monkeypatch) -> list[int]:
-    """Record the number of positions of each call of the head."""
     result, real = [], extract.head_residual
 
     def head_residual(head, hidden_PH, *rest):
@@ -288,7 +294,6 @@ def head_positions(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def text_passes(monkeypatch) -> Counter:
-    """Count the passes of each text through the model, as token ids without padding and end token."""
     result, real = Counter(), torch.nn.Embedding.forward
 
     def forward(module, ids_BL):
@@ -300,15 +305,11 @@ def text_passes(monkeypatch) -> Counter:
 
 
 def texts_of(out: Path) -> tuple[list[tuple], list[tuple]]:
-    """Return the token ids of the rows and units of an artifact, in the form of `text_passes`."""
     origin = BuildSource(ArtifactReader.open(out))
     rows = origin.rows.rows(np.arange(origin.rows.n_rows))
-    every = (
-        [rows.ids(i).tolist() for i in range(len(rows))],
-        [unit_token.input_ids.tolist() for unit_token in origin.unit_tokens],
-    )
-    of_rows, of_units = ([tuple(np.trim_zeros(ids, "b")) for ids in side] for side in every)
-    return of_rows, of_units
+    of_rows = [rows.ids(i).tolist() for i in range(len(rows))]
+    of_units = [unit_token.input_ids.tolist() for unit_token in origin.unit_tokens]
+    return tuple([tuple(np.trim_zeros(ids, "b")) for ids in side] for side in (of_rows, of_units))
 
 
 @pytest.mark.parametrize("train", ["new", "further"])
@@ -324,8 +325,7 @@ def test_sampled_rows_pass_the_model_twice_unless_the_sample_is_the_corpus(
     root, tmp_path, text_passes, train, features, is_whole, is_kept
 ):
     settings = world(root, train=train, features=features, shard_rows=17)
-    model = settings.model.model_copy(update={"check": False})
-    out = build_artifact(settings.model_copy(update={"model": model}), tmp_path / "art")
+    out = build_artifact(changed(settings, model={"check": False}), tmp_path / "art")
     actual = Counter(text_passes)
     rows, units = texts_of(out)
     sample = Sample.draw(BuildSource(ArtifactReader.open(out)).rows.loss_counts(), settings.features)
@@ -339,20 +339,14 @@ def test_sampled_rows_pass_the_model_twice_unless_the_sample_is_the_corpus(
     assert all(text == tuple(range(text[0], text[0] + 6)) for text in probe_texts)
 
 
-@pytest.mark.parametrize("train", ["new", "further"])
+@pytest.mark.parametrize("train", ["new", pytest.param("further", marks=SLOW)])
 def test_cached_features_of_the_first_loop_equal_those_of_a_second_pass(root, tmp_path, head_positions, train):
-    features = {"sample_positions": 10**6}
-    if train == "new":
-        features["kernels"] = FORWARD
-    once, twice = (
-        ArtifactReader.open(
-            build_artifact(
-                world(root, train=train, features=features | {"max_cache_mb": size}, shard_rows=17),
-                tmp_path / str(size),
-            )
-        )
-        for size in (8192, 0)
-    )
+    features = {"sample_positions": 10**6} | ({"kernels": FORWARD} if train == "new" else {})
+    built = []
+    for size in (8192, 0):
+        settings = world(root, train=train, features=features | {"max_cache_mb": size}, shard_rows=17)
+        built.append(ArtifactReader.open(build_artifact(settings, tmp_path / str(size))))
+    once, twice = built
     assert_same(arrays(once.path), arrays(twice.path))
     assert_same(dict(once.moments), dict(twice.moments))
     positions = int(once.moments["hidden.count"][0])
@@ -389,7 +383,6 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    """Compare the kernels of each way to train with those that the scoring rule of its artifact matches."""
     for (which, train), named in WEIGHTS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
@@ -405,12 +398,6 @@ def test_the_settings_of_the_paper_come_with_its_rule():
     assert (paper.top_k, paper.hidden_width, paper.residual_width) == (64, 64, 64)
     assert FeatureSettings(rule="paper", sample_rows=8).sample_rows == 8  # what is said stands
     assert BuiltRule.of(["pooled"]).weights == {"pooled": 1.0}
-
-
-def test_a_kernel_that_does_not_exist_is_named(root, tmp_path):
-    for name in ("nope", "kernel", "whitening", "../kernel"):
-        with pytest.raises(SettingsError, match=rf"kernels: .*'{re.escape(name)}'.*embedding"):
-            build_artifact(world(root, features={"kernels": ("knn", name)}), tmp_path / "art")
 
 
 TOY = """
@@ -434,13 +421,10 @@ def test_a_kernel_is_an_entry_point_and_the_scoring_rule_that_names_it(root, tmp
     install("toy_package", TOY, "[grasp.kernels]\ntoy = toy_package:Toy\n")
     settings = world(root, features={"kernels": ("toy", *other_kernels)})
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
-    assert set(artifact.array_names) == {
-        "relevance_toy",
-        *(n if "sketch" in n else f"relevance_{n}" for n in other_kernels),
-    }
+    names = ("relevance_toy", *(n if "sketch" in n else f"relevance_{n}" for n in other_kernels))
+    assert set(artifact.array_names) == set(names)
     losses = artifact.rows(np.arange(artifact.n_rows))["loss"].to_numpy(), artifact.units["loss"].to_numpy()
-    expected_NE = np.outer(*losses)
-    np.testing.assert_allclose(arrays(artifact.path)["relevance_toy"], expected_NE, rtol=1e-6)
+    np.testing.assert_allclose(arrays(artifact.path)["relevance_toy"], np.outer(*losses), rtol=1e-6)
 
     # a rule that names it counts it, as any other kernel
     ranked = score(artifact, "facts", protocol=rule(name="by the toy", match={"toy": 1.0})).to_pandas()
@@ -450,11 +434,10 @@ def test_a_kernel_is_an_entry_point_and_the_scoring_rule_that_names_it(root, tmp
         DEFAULT_PROTOCOL.model_copy(update={"match": {"toy": 1.0}}).resolved_for(FakeSource())
 
     # a target is added to it as to any other
-    write_targets(root / "more.jsonl", task="more", seed=5)
-    assert add_target(artifact.path, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    assert add_target(artifact.path, more_targets(root)) == "pass"
     grown = ArtifactReader.open(artifact.path)
-    losses = losses[0], grown.units["loss"].to_numpy()
-    np.testing.assert_allclose(arrays(grown.path)["relevance_toy"], np.outer(*losses), rtol=1e-5)
+    expected_NE = np.outer(losses[0], grown.units["loss"].to_numpy())
+    np.testing.assert_allclose(arrays(grown.path)["relevance_toy"], expected_NE, rtol=1e-5)
 
 
 def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, monkeypatch):
@@ -479,8 +462,6 @@ def test_float16_keeps_three_digits(root, built):
 
 
 class Notes(Silent):
-    """Record every note, stage, number of rows and plan that it receives."""
-
     def __init__(self):
         self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
 
@@ -509,25 +490,17 @@ def test_stages_read_about_as_many_tokens_as_planned(root, tmp_path, sample_posi
         assert 0.7 * notes.read[stage] < notes.planned[stage] < 1.4 * notes.read[stage], stage
 
 
-def test_repeating_a_build_reports_that_it_is_finished(root, built):
+def test_a_finished_build_is_not_repeated_nor_replaced_by_another(root, built, tmp_path):
     assert not (built / "work").exists()
     notes = Notes()
     assert build_artifact(world(root), built, progress=notes) == built
-    assert len(notes.lines) == 1
+    assert (len(notes.lines), notes.stages) == (1, [])
     assert_mentions(notes.lines, f"{built}: finished")
-    assert notes.stages == []
-
-
-def test_settings_of_later_versions_do_not_change_a_finished_artifact(root, built, tmp_path):
     path = shutil.copytree(built, tmp_path / "artifact")
     lines = (path / RUN).read_text().splitlines(keepends=True)
-    assert "like: null\n" in lines
+    assert "like: null\n" in lines  # a setting that an earlier version did not have
     (path / RUN).write_text("".join(line for line in lines if not line.startswith("like:")))
     assert build_artifact(world(root), path) == path
-
-
-def test_a_different_build_in_its_directory_is_refused_with_every_difference(root, built, tmp_path):
-    path = shutil.copytree(built, tmp_path / "artifact")
     (path / RUN).unlink()
     (path / MARKER).unlink()
     every = r"finished artifact.*features\.tau: .*\b0\.01\b.*\b0\.02\b.*shard_rows: .*\b8\b.*\b9\b"
@@ -561,15 +534,11 @@ def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     assert re.fullmatch(r"questions: .*\b6 of facts", questions)
     assert_mentions(which, "new model", "output_layer, embedding, knn", "nats")
     assert notes.stages == ["rows", "model", "units", "moments", "rows scored"]
-    some = world(root).targets.model_copy(update={"units_per_target": 4})
-    prepare_inputs(world(root).model_copy(update={"targets": some}), tmp_path / "tokens", subset_notes)
+    prepare_inputs(changed(world(root), targets={"units_per_target": 4}), tmp_path / "tokens", subset_notes)
     assert_mentions(subset_notes.lines, "questions: 4 ", " 6 of facts")
-
-    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
-    unnamed = [{"text": line["text"], "topic": line["topic"]} for line in lines]
-    (tmp_path / "unnamed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in unnamed))
-    corpus = world(root).corpus.model_copy(update={"path": str(tmp_path / "unnamed.jsonl")})
-    build_artifact(world(root).model_copy(update={"corpus": corpus}), tmp_path / "unnamed", progress=unnamed_notes)
+    unnamed = [{"text": line["text"], "topic": line["topic"]} for line in lines_of(root / "corpus.jsonl")]
+    path = str(write_jsonl(tmp_path / "unnamed.jsonl", unnamed))
+    build_artifact(changed(world(root), corpus={"path": path}), tmp_path / "unnamed", progress=unnamed_notes)
     assert "row names are generated from content and position" in unnamed_notes.lines
 
 
@@ -610,15 +579,10 @@ def test_a_forecast_counts_the_output_of_a_build_and_writes_nothing(root, tmp_pa
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 def test_a_forecast_of_a_large_corpus_reads_only_its_beginning(root, tmp_path, monkeypatch, suffix):
     settings = world(root)
-    lines = [json.loads(line) for line in (root / "corpus.jsonl").read_text().splitlines()]
+    lines = lines_of(root / "corpus.jsonl")
     lines = [line | {"row_id": f"{line['row_id']}-{k}"} for k in range(50) for line in lines]
-    path = tmp_path / f"corpus{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(lines), path)
-    else:
-        text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
-    settings = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(path)})})
+    path = (write_parquet if suffix == ".parquet" else write_jsonl)(tmp_path / f"corpus{suffix}", lines)
+    settings = changed(settings, corpus={"path": str(path)})
     monkeypatch.setattr(sys.modules["grasp.pipeline.forecast"], "PROBE_DOCUMENTS", 400)
     line = forecast(tmp_path / "art", settings.model_dump(), untrained=True).splitlines()[0]
     rows, documents = (int(number.replace(",", "")) for number in re.findall(r"about ([\d,]+)", line))
@@ -644,6 +608,10 @@ def test_a_model_no_better_than_chance_stops_the_build(root, tmp_path):
         ({"corpus": {"max_length": 129}}, "rows of 129 tokens, the model has 128 positions"),
         ({"targets": {"max_length": 2}}, "has . tokens, expected at most 1.*; increase targets.max_length"),
         ({"model": {"path": "nowhere"}}, "cannot be downloaded from a hub"),
+        *[
+            ({"features": {"kernels": ("knn", name)}}, f"kernels: .*'{re.escape(name)}'.*embedding")
+            for name in ("nope", "kernel", "whitening", "../kernel")
+        ],
     ],
 )
 def test_a_refused_build_does_not_block_the_corrected_one(root, built, tmp_path, change, message):
@@ -664,12 +632,9 @@ def with_broken_model(root: Path, place: Path) -> BuildSettings:
         model.model.embed_tokens.weight[tokenizer("iron")["input_ids"][0]] = float("nan")
     for part in (model, tokenizer):
         part.save_pretrained(place / "model")
-    (place / "unit.jsonl").write_text('{"task": "facts", "prompt": "a", "completion": " sea", "unit_id": "u"}\n')
-    changed = {
-        "model": settings.model.model_copy(update={"path": str(place / "model"), "check": False}),
-        "targets": settings.targets.model_copy(update={"names": (str(place / "unit.jsonl"),)}),
-    }
-    return settings.model_copy(update=changed)
+    unit = {"task": "facts", "prompt": "a", "completion": " sea", "unit_id": "u"}
+    names = (str(write_jsonl(place / "unit.jsonl", [unit])),)
+    return changed(settings, model={"path": str(place / "model"), "check": False}, targets={"names": names})
 
 
 def test_nan_from_the_model_names_the_row(root, tmp_path):
@@ -699,8 +664,10 @@ def killed_build(settings: BuildSettings, out: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("train", ["new", "further"])
-@pytest.mark.parametrize("positions", [2, 10**6])
+@pytest.mark.parametrize(
+    ("positions", "train"),
+    [(10**6, "new"), *[pytest.param(*how, marks=SLOW) for how in ((2, "new"), (2, "further"), (10**6, "further"))]],
+)
 def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tmp_path, train, positions):
     """Kill also while features of the first loop are cached, with half of them written."""
     features = {"sample_rows": 10, "sample_positions": positions, "gradient_coordinates": 3_000}
@@ -719,14 +686,11 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
-    """Return the kernels for a way to train, and those of the paper."""
     return {"kernels": (*WEIGHTS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
 def joint(root, tmp_path_factory):
-    """Return a function that builds both targets for a way to train and returns the arrays."""
-
     @functools.cache
     def of(train: str) -> dict[str, np.ndarray]:
         names = (str(root / "facts.jsonl"), str(write_targets(root / "more.jsonl", task="more", seed=5)))
@@ -736,15 +700,16 @@ def joint(root, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("train", ["new", "further"])
+@pytest.mark.parametrize(
+    ("train", "keep"),
+    [("new", False), ("new", True), ("further", True), pytest.param("further", False, marks=SLOW)],
+)
 def test_an_added_target_has_the_relevance_of_a_joint_build(root, joint, tmp_path, train, keep):
     expected = joint(train)
     settings = world(root, train=train, keep_features=keep, features=with_paper(train))
     out = build_artifact(settings, tmp_path / "grown")
-    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
-    assert add_target(out, more) == ("kept features" if keep else "pass")
-    assert add_target(out, more) == "there already"
+    assert add_target(out, more_targets(root)) == ("kept features" if keep else "pass")
+    assert add_target(out, more_targets(root)) == "there already"
     assert ArtifactReader.open(out).targets == ("facts", "more")
     grown = arrays(out)
     for name, array in expected.items():
@@ -764,21 +729,18 @@ def test_stored_positions_of_a_capped_head_include_the_mass_outside_top_k(root, 
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(settings.model.path).save_pretrained(tmp_path / "model")
-    write_targets(root / "more.jsonl", task="more", seed=5)
-    of_model = {"model": settings.model.model_copy(update={"path": str(tmp_path / "model")}), "keep_features": True}
-    grown = build_artifact(settings.model_copy(update=of_model), tmp_path / "grown")
-    more = TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)
+    settings = changed(settings, model={"path": str(tmp_path / "model")}, keep_features=True)
+    grown, more = build_artifact(settings, tmp_path / "grown"), more_targets(root)
     assert add_target(grown, more) == "kept features"
-    names = {"targets": settings.targets.model_copy(update={"names": (*settings.targets.names, *more.names)})}
-    joint = build_artifact(settings.model_copy(update=of_model | names), tmp_path / "joint")
+    names = (*settings.targets.names, *more.names)
+    joint = build_artifact(changed(settings, targets={"names": names}), tmp_path / "joint")
     for name, array in arrays(joint).items():
         np.testing.assert_allclose(arrays(grown)[name], array, atol=2e-3 * np.abs(array).max(), err_msg=name)
 
 
 def test_an_added_target_keeps_its_own_loss_setting(root, tmp_path):
-    write_targets(root / "more.jsonl", task="more", seed=5)
     out = build_artifact(world(root), tmp_path / "art")
-    add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64, loss_on="all"))
+    add_target(out, more_targets(root, loss_on="all"))
     origin = BuildSource(ArtifactReader.open(out))
     first = {unit.target: tokens.first for unit, tokens in zip(origin.units.units, origin.unit_tokens, strict=True)}
     assert first["more"] == 1 < first["facts"]
@@ -787,51 +749,39 @@ def test_an_added_target_keeps_its_own_loss_setting(root, tmp_path):
 def test_targets_added_to_an_artifact_without_a_kernel_lack_it_too(root, tmp_path):
     out = build_artifact(world(root, features={"kernels": ("output_layer", "hidden_sketch")}), tmp_path / "artifact")
     before = set(arrays(out))
-    write_targets(root / "more.jsonl", task="more", seed=5)
-    assert add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64)) == "pass"
+    assert add_target(out, more_targets(root)) == "pass"
     artifact = ArtifactReader.open(out)
     assert set(artifact.array_names) == before
     with pytest.raises(ArtifactError, match=r"'embedding'.*output_layer"):
         artifact.relevance_name("embedding")
 
 
-def test_stored_features_are_read_back_in_batches(root, tmp_path):
-    settings = world(root, keep_features=True)
-    artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
-    features = artifact.features(0)
-    assert len(features["0.input"]) == len(features["0.row"])
-    model_pass = prepare_inputs(settings, tmp_path / "tokens", Silent()).model_pass
-    assert sum(batch.n_rows for _, batch in read_batches(features, model_pass, 300)) == artifact.grid.shard_rows
-
-
 def test_adding_a_target_over_another_corpus_is_refused(root, tmp_path):
-    settings = world(root)
-    corpus = tmp_path / "corpus.jsonl"
-    shutil.copy(settings.corpus.path, corpus)
-    moved = settings.model_copy(update={"corpus": settings.corpus.model_copy(update={"path": str(corpus)})})
-    out = build_artifact(moved.model_copy(update={"keep_tokens": False}), tmp_path / "artifact")
+    corpus = Path(shutil.copy(world(root).corpus.path, tmp_path / "corpus.jsonl"))
+    moved = changed(world(root), corpus={"path": str(corpus)}, keep_tokens=False)
+    out = build_artifact(moved, tmp_path / "artifact")
     corpus.write_text(corpus.read_text().replace("water", "fire"))
-    write_targets(root / "more.jsonl", task="more", seed=5)
     with pytest.raises(ArtifactError, match=r"corpus.*built"):
-        add_target(out, TargetSettings(names=(str(root / "more.jsonl"),), max_length=64))
+        add_target(out, more_targets(root))
 
 
 def test_a_sample_has_the_requested_positions_and_no_superfluous_rows():
     supervised = np.random.default_rng(0).integers(1, 29, size=200)
-    sample = Sample.draw(supervised, FeatureSettings(sample_positions=500, sample_rows=2, seed=3))
+
+    def draw(positions, **features):
+        return Sample.draw(supervised, FeatureSettings(sample_positions=positions, seed=3, **features))
+
+    sample = draw(500, sample_rows=2)
     held = supervised[sample.row_index].sum()
     assert sample.n_positions == held >= 500
     assert held - supervised.max() < 500
     assert (np.diff(sample.row_index) > 0).all()
-    assert not sample.is_whole
-    by_rows = Sample.draw(
-        supervised, FeatureSettings(sample_positions=500, sample_rows=100, seed=3, kernels=("gradient",))
-    )
+    by_rows = draw(500, sample_rows=100, kernels=("gradient",))
     assert len(by_rows.row_index) == 100
     assert set(by_rows.row_index) > set(sample.row_index)  # of one order
-    whole = Sample.draw(supervised, FeatureSettings(sample_positions=10**9, seed=3))
+    whole = draw(10**9)
     assert np.array_equal(whole.row_index, np.arange(200))
-    assert whole.is_whole
+    assert (sample.is_whole, whole.is_whole) == (False, True)
 
 
 def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
@@ -868,9 +818,8 @@ def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):
     silent = write_checkpoint(tmp_path / "silent", train=None)
     settings = world(root, train=None)
     assert resolve_settings(settings, ON_DISK).train == "new"  # the checkpoint says it
-    unsaid = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(silent)})})
     with pytest.raises(SettingsError, match=r"--train: .*`--train further`"):
-        build_artifact(unsaid, tmp_path / "artifact")
+        build_artifact(changed(settings, model={"path": str(silent)}), tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()
 
 
@@ -883,19 +832,14 @@ def test_a_loss_near_chance_is_reported_if_the_model_is_trained_further(root):
 
 
 def test_relative_paths_are_resolved_from_any_working_directory(root, tmp_path, monkeypatch):
-    """Resolve paths relative to the directory of the build, which may also be moved as a whole."""
-    world(tmp_path / "project")
-    monkeypatch.chdir(tmp_path / "project")
     settings = world(tmp_path / "project")
-    model, corpus = (
-        section.model_copy(update={"path": name})
-        for section, name in ((settings.model, "model"), (settings.corpus, "corpus.jsonl"))
-    )
-    build_artifact(settings.model_copy(update={"model": model, "corpus": corpus}), tmp_path / "project/out/art")
+    monkeypatch.chdir(tmp_path / "project")
+    settings = changed(settings, model={"path": "model"}, corpus={"path": "corpus.jsonl"})
+    build_artifact(settings, tmp_path / "project/out/art")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     for place in ("project", "moved"):
-        if place == "moved":
+        if place == "moved":  # as a whole
             (tmp_path / "project").rename(tmp_path / "moved")
         origin = BuildSource(ArtifactReader.open(tmp_path / place / "out/art"))
         assert origin.model.fingerprint() == origin.artifact.manifest.fingerprints["model"]

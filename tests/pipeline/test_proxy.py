@@ -18,7 +18,6 @@ from tests.pipeline.world import world, write_targets
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Limit the training of the proxy to eight steps."""
     monkeypatch.setattr(
         proxy, "default_proxy_recipe", lambda n: default_proxy_recipe(n).model_copy(update={"max_steps": 8})
     )

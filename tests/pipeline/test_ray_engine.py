@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module")
 def spec():
-    """Start a cluster of two workers for the tests of this file."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield ClusterSpec(workers=2)
     ray.shutdown()
@@ -42,8 +41,6 @@ class Stop(Exception):
 
 
 class StopsAfter(Silent):
-    """Progress that stops the build after a number of shards of its forward pass."""
-
     def __init__(self, shards: int) -> None:
         self.left, self.name, self.stages = shards, "", []
 
@@ -76,7 +73,6 @@ def test_the_result_is_that_of_the_local_engine_bit_for_bit(spec, root, tmp_path
 
 
 def test_conversations_give_the_same_result(spec, tmp_path):
-    """Loss masks are sent with the rows."""
     settings = chat_settings(tmp_path)
     assert_same(
         arrays(build_artifact(settings, tmp_path / "ray", cluster=spec)),
@@ -97,8 +93,6 @@ def test_a_build_resumes_on_another_engine(spec, root, built, tmp_path, order):
 
 def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp_path):
     class Killer(Silent):
-        """Progress that kills every worker once, after the first shard."""
-
         def __init__(self):
             self.killed, self.forward = [], False
 
@@ -121,7 +115,6 @@ def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp
 
 
 def test_an_error_of_a_worker_is_raised_by_the_build(spec, root, tmp_path):
-    """The error names the row in one line, as in one process, and pending work is released."""
     with pytest.raises(ModelError, match=r"^row 'row-\d+[^\n]*NaN[^\n]*$"):
         build_artifact(with_broken_model(root, tmp_path), tmp_path / "artifact", cluster=spec)
     with lock_artifact(tmp_path / "artifact"):

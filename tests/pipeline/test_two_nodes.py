@@ -31,7 +31,6 @@ PATIENCE = 120.0
 
 @pytest.fixture
 def nodes():
-    """Start a head and a second node with one core each."""
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.second = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
@@ -41,14 +40,11 @@ def nodes():
 
 
 def replace_second(nodes) -> None:
-    """Remove the second node without shutting it down, and add another one."""
     nodes.remove_node(nodes.second, allow_graceful=False)
     nodes.second = nodes.add_node(num_cpus=1)
 
 
 class Replaces(Silent):
-    """Progress that replaces the second node after the first shard of the forward pass."""
-
     def __init__(self, nodes) -> None:
         self.nodes, self.forward, self.done = nodes, False, False
 
@@ -119,7 +115,6 @@ def test_a_build_resumes_under_a_new_head_after_the_old_one_is_lost(nodes, tmp_p
 
 
 def scorer() -> Scorer:
-    """Return a scorer with random weights, which needs no artifact."""
     draw = np.random.default_rng(0)
     tables_KV = draw.normal(size=(len(LENGTHS), SLOTS)).astype(np.float32)
     return scorer_of(tables_KV, draw.random(SLOTS).astype(np.float32))

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grasp.artifact.reader import ArtifactReader
 from grasp.models.tokenizer import train_tokenizer
-from grasp.settings import BuildSettings, build_settings
+from grasp.settings import BuildSettings, TargetSettings, build_settings
 
 WORDS = ["water", "light", "cell", "river", "energy", "stone", "bird", "plant"]
 WORDS += ["metal", "star", "ocean", "wind", "heart", "blood", "salt", "iron"]
@@ -86,3 +87,24 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
     if settings.train is None:
         return settings
     return settings.model_copy(update={"features": settings.features.decided(settings.train)})
+
+
+def changed(settings: BuildSettings, **groups: Any) -> BuildSettings:
+    """Return settings in which fields of groups, or top-level settings, have other values."""
+    return settings.model_copy(
+        update={
+            name: getattr(settings, name).model_copy(update=value) if isinstance(value, dict) else value
+            for name, value in groups.items()
+        }
+    )
+
+
+def more_targets(root: Path, **settings: Any) -> TargetSettings:
+    """Write a second target to `root`."""
+    names = (str(write_targets(root / "more.jsonl", task="more", seed=5)),)
+    return TargetSettings(names=names, max_length=64, **settings)
+
+
+def relevance(out: Path | ArtifactReader, kernel: str = "gradient") -> np.ndarray:
+    artifact = out if isinstance(out, ArtifactReader) else ArtifactReader.open(out)
+    return np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}", block_rows=16)])

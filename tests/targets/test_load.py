@@ -22,7 +22,6 @@ PLAIN = {"task": "t", "prompt": "p", "completion": "c"}
 
 
 def load(place, *records, name="exam.jsonl", **settings):
-    """Units of a file with these records, or of what lies there."""
     if records:
         (place / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return load_units(TargetSettings(names=(str(place / name),), **settings))
@@ -30,9 +29,6 @@ def load(place, *records, name="exam.jsonl", **settings):
 
 def plain(unit_set):
     return {unit.unit_id: (unit.target, unit.prompt, unit.completion) for unit in unit_set.units}
-
-
-# ---------------------------------------------------------------- forms
 
 
 def test_lines_become_units_of_their_tasks(tmp_path):
@@ -94,9 +90,6 @@ def test_units_in_memory_stand_behind_their_name():
         load_units(settings)
 
 
-# ---------------------------------------------------------------- conversations
-
-
 def test_the_last_answer_is_the_completion_and_the_rest_the_prompt(tmp_path):
     (unit,) = load(tmp_path, {"messages": TURNS}).rendered(chat_tokenizer()).units
     assert unit.completion == LAST + END
@@ -150,8 +143,6 @@ def test_an_answer_may_be_reasoning_or_a_call_alone(tmp_path):
         assert unit.prompt.endswith(f"{QUESTION}{END}\n<|im_start|>assistant\n")
         assert "hm" in unit.completion or "'f'" in unit.completion
 
-
-# ---------------------------------------------------------------- refusals
 
 REFUSED = [
     ({"text": "x", "label": 1}, r"exam\.jsonl:1: .*text, label.*`prompt`"),

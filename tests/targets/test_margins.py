@@ -108,9 +108,6 @@ def test_only_metrics_are_split_off(name, parts):
     assert split_metric(name) == parts
 
 
-# --------------------------------------------------------------------------------------------- values and gradients
-
-
 def tokens(generator, n_others, scale=False, **fields):
     def answer():
         count = int(generator.integers(1, 4))

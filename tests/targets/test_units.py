@@ -16,8 +16,6 @@ UNIT = Unit(unit_id="t:0", target="t", prompt="abc", completion=" d")
 
 @dataclass(frozen=True)
 class CharTokenizer:
-    """One token a character; the id is its code."""
-
     eos_id: int | None = 0
     vocab_size: int = 128
     prefix_ids: tuple[int, ...] = ()
