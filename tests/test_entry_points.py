@@ -61,7 +61,7 @@ class Twice(RegisteredProtocol):
         return validated(cls, settings, location, ProtocolError) if "factor" in settings else None
 
     def bind(self, artifact, units, *, sketches, per_unit):
-        predictor = assemble_predictor(artifact, self, units, per_unit=per_unit)
+        predictor = assemble_predictor(artifact, self, units)
         return replace(predictor, unit=f"{self.factor:g} effect sizes")
 
 

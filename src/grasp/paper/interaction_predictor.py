@@ -34,25 +34,23 @@ import numpy as np
 
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd
 from grasp.paper.protocol import InteractionProtocol
 from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.subset_sums import SketchSums, WeightSums, required_sketches, subset_relevance
 from grasp.paper.terms import CalibrationFamily, GeometryTerms, family_moments
 from grasp.predict.predictor import (
-    EFFECT_SIZE,
     KernelRelevance,
     Predictor,
-    RepetitionLaw,
     RowEffects,
     SubsetSums,
     UnitSelection,
+    combine_kernels,
     load_sketch,
     scales_over_rows,
-    slopes_of,
+    task_kernels,
     unit_effects,
-    unit_relevance_to_effect,
+    unit_kernels,
 )
 from grasp.predict.scoring_rule import kernel_weights
 from grasp.predict.weights import Weights
@@ -238,38 +236,19 @@ def _assemble(
         return family_moments(protocol, kernels, sketches={}, family=family, n_rows=artifact.n_rows)
 
     units_first = protocol.standardize.task == "mean_of_standardised"
-    negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
-    unit_kernels: dict[str, KernelRelevance] = {}
+    of_units: dict[str, KernelRelevance] = {}
     if per_unit or units_first:
-        unit_names = negative if units_first else kernel_weights(protocol.for_units)
-        unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in unit_names}
-    unit_scales = scales_of(unit_kernels)
+        of_units = unit_kernels(artifact, protocol if units_first else protocol.for_units, units)
+    unit_scales = scales_of(of_units)
     unit_factors = {
-        name: units.weight_E * (unit_scales[name].inverse_std_C if units_first else 1.0) for name in negative
+        name: units.weight_E * (unit_scales[name].inverse_std_C if units_first else 1.0)
+        for name in kernel_weights(protocol)
     }
-    kernels = {
-        name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
-        for name, factor in negative.items()
-    }
-    scales = scales_of(kernels)
-    slopes = slopes_of(protocol, scales)
-    # the array of the first kernel is overwritten with the effects
-    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
-    return Predictor(
-        protocol=protocol,
-        units=units,
-        n_rows=artifact.n_rows,
-        task=task,
-        unit_level=unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
-        sketches={},
-        dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
-        unit_relevance_to_effect=unit_relevance_to_effect(units, slopes, task, unit_factors),
-        repetition_law=RepetitionLaw(),
-        unit=EFFECT_SIZE,
-        prior=None,
-        measure_reliability=None,
-        has_replay=REPLAY in negative,
-    )
+    kernels = task_kernels(artifact, protocol, units, unit_factors)
+    predictor = combine_kernels(artifact, protocol, units, kernels, scales_of(kernels), unit_factors)
+    if not per_unit:
+        return predictor
+    return replace(predictor, unit_level=unit_effects(protocol, units, of_units, unit_scales))
 
 
 def _interaction_effects(rows: RowEffects, terms: GeometryTerms) -> InteractionEffects:

@@ -311,7 +311,11 @@ class Predictor:
     unit: str  # unit of changes
     prior: Prior | None  # prediction of tasks from text and labels; None for `task: mean`
     measure_reliability: Callable[[], tuple[Reliability, ...]] | None  # None: no held-out questions to measure it on
-    has_replay: bool  # whether the replay of a training is part of the scores
+
+    @property
+    def has_replay(self) -> bool:
+        """Whether the replay of a training is part of the scores."""
+        return REPLAY in kernel_weights(self.protocol)
 
     @property
     def protocol_text(self) -> str:
@@ -354,8 +358,12 @@ class Predictor:
             return replace(bound, repetition_law=law)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
         if per_unit or units is not None:
-            additive = assemble_predictor(artifact, resolved, selected, per_unit=per_unit)
-            return replace(additive, sketches=loaded_sketches, repetition_law=law)
+            predictor = assemble_predictor(artifact, resolved, selected)
+            if per_unit:
+                kernels = unit_kernels(artifact, resolved.for_units, selected)
+                unit_level = unit_effects(resolved, selected, kernels, scales_over_rows(kernels))
+                predictor = replace(predictor, unit_level=unit_level)
+            return replace(predictor, sketches=loaded_sketches, repetition_law=law)
         key = "relevance", resolved.model_dump_json(), selected.targets
         n_bytes = 4 * artifact.n_rows * len(selected.targets)
         shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
@@ -487,9 +495,7 @@ def load_sketch(artifact: ArtifactReader, name: str) -> RowSums:
     return RowSums(lambda: artifact.array_blocks(array, block_rows=block_rows(width)), artifact.n_rows, width)
 
 
-def assemble_predictor(
-    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection, *, per_unit: bool = False
-) -> Predictor:
+def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection) -> Predictor:
     """Read relevance and combine the kernels into a predictor without sketches.
 
     The order of the steps matters:
@@ -505,68 +511,103 @@ def assemble_predictor(
         artifact: artifact to read.
         protocol: protocol, resolved for the artifact.
         units: units of the targets.
-        per_unit: also compute effects per unit, by the kernels of units.
     """
-    estimates = protocol.task == "estimate"
-    negative = {name: protocol.negative_factor(name) for name in kernel_weights(protocol)}
+    names = list(kernel_weights(protocol))
     relevance = {
-        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, factor)
-        for name, factor in negative.items()
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, protocol.negative_factor(name))
+        for name in names
     }
-    # steps 1 and 2
-    unit_names = () if not per_unit else negative if estimates else kernel_weights(protocol.for_units)
-    unit_kernels = {name: KernelRelevance.for_units(artifact, name, units, negative[name]) for name in unit_names}
-    unit_scales: Mapping[str, MeanStd] = scales_over_rows(unit_kernels)
-    if estimates and not unit_kernels:  # only moments are needed, so the matrix is not loaded
-        unit_scales = {name: StreamingMoments.from_blocks(blocks()).mean_std for name, blocks in relevance.items()}
-    unit_factors = {name: units.weight_E * (unit_scales[name].inverse_std_C if estimates else 1.0) for name in negative}
-    # steps 3 and 4
-    kernels = {
-        name: KernelRelevance.for_tasks(artifact, name, units, factor, unit_factors[name])
-        for name, factor in negative.items()
-    }
+    unit_factors: dict[str, F64 | float] = dict.fromkeys(names, units.weight_E)
+    if protocol.task == "estimate":
+        for name, blocks in relevance.items():
+            unit_factors[name] = units.weight_E * StreamingMoments.from_blocks(blocks()).mean_std.inverse_std_C
+    kernels = task_kernels(artifact, protocol, units, unit_factors)
     scales = scales_over_rows(kernels)
-    mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
-    # step 5; coefficients of relevance in the score of a question, see `task_scores`
+    if units.counts_T.max() == 1:  # no questions can be held out
+        return combine_kernels(artifact, protocol, units, kernels, scales, unit_factors)
+    # coefficients of relevance in the score of a question, see `task_scores`
+    slopes = slopes_of(protocol, scales)
     coefficients = {name: unit_factors[name] * np.repeat(slope_T, units.counts_T) for name, slope_T in slopes.items()}
-    questions = relevance, coefficients, units.counts_T
-    can_hold_out = units.counts_T.max() > 1
     prior = None
-    measure_reliability: Callable[[], tuple[Reliability, ...]]
-    measure_reliability = functools.cache(lambda: mean_reliability(*questions, _row_names(artifact)))
-    if estimates and can_hold_out:
-        prior = fit_prior(
-            *questions,
-            _row_names(artifact),
-            row_documents(artifact),
-            _texts(artifact),
-            [label_column(artifact, label).codes_N for label in suggest_labels(artifact)],
-        )
-        reliability = prior.reliability
-        measure_reliability = lambda: reliability  # noqa: E731 - one of two functions of this type
+    if protocol.task == "estimate":
+        labels = [label_column(artifact, label).codes_N for label in suggest_labels(artifact)]
+        texts, documents_N = _texts(artifact), row_documents(artifact)
+        prior = fit_prior(relevance, coefficients, units.counts_T, _row_names(artifact), documents_N, texts, labels)
+    predictor = combine_kernels(artifact, protocol, units, kernels, scales, unit_factors, prior)
+    if REPLAY in names:  # the replay scores whole targets, so that no questions can be held out
+        return predictor
+    measure = functools.cache(lambda: mean_reliability(relevance, coefficients, units.counts_T, _row_names(artifact)))
+    return replace(predictor, measure_reliability=measure if prior is None else lambda: prior.reliability)
+
+
+def task_kernels(
+    artifact: ArtifactReader,
+    protocol: ScoringProtocol,
+    units: UnitSelection,
+    unit_factors: Mapping[str, F64 | float],
+) -> dict[str, KernelRelevance]:
+    """Return the kernels of a protocol with one column per task, from units times their factors, (E,) by kernel."""
+    return {
+        name: KernelRelevance.for_tasks(artifact, name, units, protocol.negative_factor(name), factor_E)
+        for name, factor_E in unit_factors.items()
+    }
+
+
+def unit_kernels(
+    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection
+) -> dict[str, KernelRelevance]:
+    """Return the kernels of a protocol with one column per unit."""
+    return {
+        name: KernelRelevance.for_units(artifact, name, units, protocol.negative_factor(name))
+        for name in kernel_weights(protocol)
+    }
+
+
+def combine_kernels(
+    artifact: ArtifactReader,
+    protocol: ScoringProtocol,
+    units: UnitSelection,
+    kernels: Mapping[str, KernelRelevance],
+    scales: Mapping[str, MeanStd],
+    unit_factors: Mapping[str, F64 | float],
+    prior: Prior | None = None,
+) -> Predictor:
+    """Combine kernels with one column per task into a predictor; the array of the first one is overwritten.
+
+    Args:
+        artifact: artifact of the rows.
+        protocol: protocol of the predictor.
+        units: units of the targets.
+        kernels: kernels of the protocol.
+        scales: by kernel: mean and standard deviation.
+        unit_factors: by kernel: factor of each unit before the mean over units.
+        prior: prediction from text and labels.
+    """
+    mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
+    if prior is not None:
         # The score p + rho (b - p) with the prior p as a further kernel: the mean b over the known questions is the sum
         # of the kernels by their slopes, and p has the same scale.
         prior_rows = RowSums.over(prior.prior_NT)
-        kernels[TEXT_PART] = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
-        scales = scales_over_rows(kernels)
+        prior_kernel = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
+        kernels, scales = {**kernels, TEXT_PART: prior_kernel}, {**scales, TEXT_PART: prior_kernel.rows.mean_std}
         slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    # step 6; the array of the first kernel is overwritten with the effects
     task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
         n_rows=artifact.n_rows,
         task=task,
-        unit_level=unit_effects(protocol, units, unit_kernels, unit_scales) if per_unit else None,
+        unit_level=None,
         sketches={},
-        dropped=tuple(name for name in negative if not scales[name].inverse_std_C.any()),
-        unit_relevance_to_effect=unit_relevance_to_effect(units, mean_slopes, task, unit_factors),
+        dropped=tuple(name for name in mean_slopes if not scales[name].inverse_std_C.any()),
+        unit_relevance_to_effect={
+            name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
+            for name, slope_T in mean_slopes.items()
+        },
         repetition_law=RepetitionLaw(),
         unit=EFFECT_SIZE,
         prior=prior,
-        # the replay scores whole targets, so that no questions can be held out
-        measure_reliability=measure_reliability if can_hold_out and REPLAY not in negative else None,
-        has_replay=REPLAY in negative,
+        measure_reliability=None,
     )
 
 
@@ -578,16 +619,6 @@ def scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, Mea
 def slopes_of(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
     return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
-
-
-def unit_relevance_to_effect(
-    units: UnitSelection, slopes: Mapping[str, F64], task: RowEffects, unit_factors: Mapping[str, F64 | float]
-) -> dict[str, F64]:
-    """Return `Predictor.unit_relevance_to_effect` from slopes of tasks, (T,), and factors of units, (E,)."""
-    return {
-        name: np.repeat(slope_T * task.raw_mean_std.inverse_std_C, units.counts_T) * unit_factors[name]
-        for name, slope_T in slopes.items()
-    }
 
 
 def unit_effects(

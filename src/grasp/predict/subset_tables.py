@@ -9,7 +9,7 @@ Tables in DuckDB:
     entry    lines of the subset table: subset_id, row_id, weight, entry (position of the line)
     name     rows of the corpus: row_id, row_index
     line     entries with their row_index, which is NULL if the corpus has no such row
-    subset   one per subset_id: first (its first entry), n_named, n_known, total weight
+    subset   one per subset_id: first (its first entry), n_named, total weight
 """
 
 import difflib
@@ -208,7 +208,7 @@ def _read_subset_rows(
         db.execute("DROP TABLE name")
         db.execute(
             "CREATE TABLE subset AS SELECT subset_id, min(entry) AS first, count(row_id) AS n_named, "
-            "count(row_index) AS n_known, sum(weight) AS total FROM line GROUP BY subset_id"
+            "sum(weight) AS total FROM line GROUP BY subset_id"
         )
         if problems := list(_problems(db)):
             raise SubsetError(f"{location}: " + "; ".join(problems))
@@ -255,43 +255,41 @@ def _problems(db: duckdb.DuckDBPyConnection) -> Iterator[str]:
         """Return the first rows of a query."""
         return db.execute(f"{query} LIMIT {MAX_EXAMPLES}").fetchall()
 
-    ((unnamed, without_row),) = first_rows(
-        "SELECT count(*) FILTER (subset_id IS NULL), count(*) FILTER (row_id IS NULL) FROM line"
-    )
-    empty = [] if unnamed else first_rows("SELECT subset_id FROM subset WHERE n_named = 0 ORDER BY first")
+    def subsets(condition: str) -> list[str]:
+        """Return the first subsets that meet a condition."""
+        return [row[0] for row in first_rows(f"SELECT subset_id FROM subset WHERE {condition} ORDER BY first")]
+
+    unnamed, without_row, n_lines = first_rows(
+        "SELECT count(*) FILTER (subset_id IS NULL), count(*) FILTER (row_id IS NULL), count(*) FROM line"
+    )[0]
+    if not n_lines:
+        yield "has no lines; expected at least one subset with one row"
     if unnamed:
         yield f"{unnamed} lines have no subset_id"
-    elif empty:
-        yield f"subsets {[row[0] for row in empty]} name no rows"
+    elif empty := subsets("n_named = 0"):
+        yield f"subsets {empty} name no rows"
     elif without_row:
         yield f"{without_row} lines have no row_id"
-    unknown = []  # message of each subset with unknown rows
-    incomplete = first_rows("SELECT subset_id, n_named - n_known FROM subset WHERE n_known < n_named ORDER BY first")
-    for subset_id, n in incomplete:
-        rows = db.execute(
-            "SELECT row_id FROM line WHERE subset_id = ? AND row_id IS NOT NULL AND row_index IS NULL "
-            f"ORDER BY entry LIMIT {MAX_EXAMPLES}",
-            [subset_id],
-        ).fetchall()
-        names = [row[0] for row in rows]
-        unknown.append(f"subset {subset_id!r} names {n} rows that the corpus does not have, e.g. {names}")
+    unknown = first_rows(
+        f"SELECT subset_id, count(*), list(row_id ORDER BY entry)[:{MAX_EXAMPLES}] FROM line "
+        "WHERE row_id IS NOT NULL AND row_index IS NULL GROUP BY subset_id ORDER BY min(entry)"
+    )
     if unknown:
-        yield "; ".join(unknown) + "; expected row_id of this artifact's rows.parquet"
+        named = [
+            f"subset {name!r} names {n} rows that the corpus does not have, e.g. {ids}" for name, n, ids in unknown
+        ]
+        yield "; ".join(named) + "; expected row_id of this artifact's rows.parquet"
     duplicates = first_rows(
-        "SELECT subset_id, row_id FROM line WHERE row_id IS NOT NULL GROUP BY subset_id, row_id "
+        "SELECT subset_id || ': ' || row_id FROM line WHERE row_id IS NOT NULL GROUP BY subset_id, row_id "
         "HAVING count(*) > 1 ORDER BY min(entry)"
     )
     if duplicates:
-        named = [f"{subset_id}: {row_id}" for subset_id, row_id in duplicates]
-        yield f"rows named twice in one subset: {named}; name a row once, or set its weight"
+        yield f"rows named twice in one subset: {[row[0] for row in duplicates]}; name a row once, or set its weight"
     bad = first_rows(
         "SELECT subset_id, row_id, weight FROM line WHERE weight IS NULL OR NOT (weight = 0 OR weight BETWEEN "
         f"{MIN_WEIGHT!r} AND {MAX_WEIGHT!r}) ORDER BY entry"
     )
-    zero = first_rows("SELECT subset_id FROM subset WHERE n_named > 0 AND total <= 0 ORDER BY first")
     if bad:
         yield f"weights {[f'{s}: {r}: {w}' for s, r, w in bad]}; {WEIGHT_RANGE}"
-    elif zero:
-        yield f"subsets {[row[0] for row in zero]} have weights that sum to 0; at least one must be positive"
-    if not first_rows("SELECT subset_id FROM subset"):
-        yield "has no lines; expected at least one subset with one row"
+    elif zero := subsets("n_named > 0 AND total <= 0"):
+        yield f"subsets {zero} have weights that sum to 0; at least one must be positive"

@@ -45,6 +45,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ from scipy.sparse import csr_array
 from scipy.special import stdtrit
 
 from grasp.arrays import F32, F64, I32, I64, Blocks, Bool
-from grasp.corpus.token_regression import PENALTY, SLOTS, TokenFeatures, ridge
+from grasp.corpus.token_regression import PENALTY, TokenFeatures, ridge
 
 SAMPLE_ROWS = 16_384  # rows on which regressions and reliability are estimated
 SAMPLE_TOKENS = 1 << 23  # limit for the tokens of the sample
@@ -328,108 +329,75 @@ class _QuestionSums:
 
 def _predict_rows(
     tasks: Sequence[_Task], texts: Texts, labels: Sequence[I32], fold_N: I64, sample: I64
-) -> "tuple[F32, list[_Task]]":
+) -> tuple[F32, list[_Task]]:
     """Fit both regressions; return p of all rows, (N, T), and the tasks with out-of-fold predictions as priors."""
-    text_model, text_tasks = _TextModel.fit(tasks, *texts.read(sample), fold_N[sample])
-    g_T = np.array([_held_out_slope(task.mean_SG, task.prior_SG, task.count_G) for task in text_tasks])
-    scaled_tasks = [replace(task, prior_SG=g * task.prior_SG) for task, g in zip(text_tasks, g_T, strict=True)]
-    label_model, label_tasks = _LabelModel.fit(scaled_tasks, labels, fold_N, sample)
-    prior_NT = np.zeros((len(fold_N), len(tasks)), dtype=np.float32)
-    for rows in texts.blocks():
-        text_nT = g_T * text_model.apply(*texts.read(np.arange(rows.start, rows.stop)), fold_N[rows])
-        prior_NT[rows] = text_nT + label_model.apply(rows)
-    return prior_NT, label_tasks
-
-
-@dataclass(frozen=True, slots=True)
-class _TextModel:
-    """Ridge regressions on hashed tf-idf, one per fold; rows are predicted by the one fitted without their fold."""
-
-    features: TokenFeatures
-    table_FVT: F32
-    constant_FT: F64
-
-    @classmethod
-    def fit(cls, tasks: Sequence[_Task], ids: I32, offsets: I64, fold_S: I64) -> "tuple[_TextModel, list[_Task]]":
-        """Fit the regressions, and return the tasks with out-of-fold predictions as their priors."""
-        mean_SJ = np.concatenate([task.mean_SG for task in tasks], axis=1)
-        task_J = np.repeat(np.arange(len(tasks)), [len(task.count_G) for task in tasks])
-        share_J = np.concatenate([task.count_G / task.count_G.sum() for task in tasks])
-        share_JT = share_J[:, None] * (task_J[:, None] == np.arange(len(tasks)))  # groups -> mean of the task
-        features, matrix_SV = TokenFeatures.fit(ids, offsets)
-        prior_SJ = np.zeros_like(mean_SJ)
-        table_FVT = np.zeros((FOLDS, SLOTS, len(tasks)), dtype=np.float32)
-        constant_FT = np.zeros((FOLDS, len(tasks)))
-        for fold in range(FOLDS):
-            train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
-            if not len(train):
-                continue
-            weight_VJ, constant_J = ridge(matrix_SV[train], mean_SJ[train])
-            prior_SJ[held_out] = matrix_SV[held_out] @ weight_VJ + constant_J
-            table_FVT[fold], constant_FT[fold] = weight_VJ @ share_JT, constant_J @ share_JT
-        priors = [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
-        return cls(features, table_FVT, constant_FT), priors
-
-    def apply(self, ids: I32, offsets: I64, fold_n: I64) -> F64:
-        """Predict rows, (n, T)."""
-        return self.features.apply(ids, offsets, self.table_FVT, fold_n) + self.constant_FT[fold_n]
-
-
-@dataclass(frozen=True, slots=True)
-class _LabelModel:
-    """Ridge regressions on indicators of label values, one per fold, of what text does not predict; times g'."""
-
-    labels: Sequence[I32]  # by label: code of each row's value, (N,)
-    starts: I64  # first column of every label in L, and the number of columns
-    fold_N: I64
-    table_FLT: F64
-    constant_FT: F64
-
-    @classmethod
-    def fit(
-        cls, tasks: Sequence[_Task], labels: Sequence[I32], fold_N: I64, sample: I64
-    ) -> "tuple[_LabelModel, list[_Task]]":
-        """Fit the regressions, and add out-of-fold predictions to the priors of the tasks."""
-        starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])
-        table_FLT, constant_FT = np.zeros((FOLDS, starts[-1], len(tasks))), np.zeros((FOLDS, len(tasks)))
-        if not labels:
-            return cls(labels, starts, fold_N, table_FLT, constant_FT), list(tasks)
+    mean_SJ = np.concatenate([task.mean_SG for task in tasks], axis=1)
+    task_J = np.repeat(np.arange(len(tasks)), [len(task.count_G) for task in tasks])
+    share_J = np.concatenate([task.count_G / task.count_G.sum() for task in tasks])
+    share_JT = share_J[:, None] * (task_J[:, None] == np.arange(len(tasks)))  # groups -> mean of the task
+    features, text_SV = TokenFeatures.fit(*texts.read(sample))
+    regressions: list[tuple[csr_array, _Solver]] = [(text_SV, ridge)]
+    starts = np.cumsum([0, *(int(code_N.max()) + 1 for code_N in labels)])  # first column of every label in L
+    if labels:
         # indicators of the values of all labels, (S, L): every row has one value of each label
         column_Sl = np.stack([start + code_N[sample] for code_N, start in zip(labels, starts[:-1], strict=True)], 1)
         indptr, shape = np.arange(len(sample) + 1) * len(labels), (len(sample), int(starts[-1]))
-        value_SL = csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=shape)
-        fold_S = fold_N[sample]
-        residuals = [task.mean_SG - task.prior_SG for task in tasks]  # of text: b - g f, (S, G)
-        effects = [np.zeros_like(residual_SG) for residual_SG in residuals]  # out-of-fold h, (S, G)
+        regressions.append((csr_array((np.ones(column_Sl.size), column_Sl.ravel(), indptr), shape=shape), _exact_ridge))
+    prior_SJ, models = np.zeros_like(mean_SJ), []
+    for x_SV, solve in regressions:  # on text, and then on labels: the rest b - g f
+        residual_SJ = mean_SJ - prior_SJ
+        model = _CrossFit.fit(x_SV, residual_SJ, fold_N[sample], share_JT, solve)
+        slopes = [
+            _held_out_slope(residual_SJ[:, task_J == t], model.prediction_SJ[:, task_J == t], task.count_G)
+            for t, task in enumerate(tasks)
+        ]
+        model = replace(model, slope_T=np.array(slopes))
+        prior_SJ += model.slope_T[task_J] * model.prediction_SJ
+        models.append(model)
+    prior_NT = np.zeros((len(fold_N), len(tasks)), dtype=np.float32)
+    for rows in texts.blocks():
+        fold_n = fold_N[rows]
+        effects = [model.constant_FT[fold_n] for model in models]
+        effects[0] += features.apply(*texts.read(np.arange(rows.start, rows.stop)), models[0].table_FVT, fold_n)
+        for code_N, start in zip(labels, starts[:-1], strict=True):
+            effects[1] += models[1].table_FVT[fold_n, start + code_N[rows]]
+        prior_NT[rows] = sum(model.slope_T * effect_nT for model, effect_nT in zip(models, effects, strict=True))
+    return prior_NT, [replace(task, prior_SG=prior_SJ[:, task_J == t]) for t, task in enumerate(tasks)]
+
+
+_Solver = Callable[[csr_array, F64], tuple[NDArray[Any], F64]]  # x_SV, y_SJ -> coefficients (V, J), intercepts (J,)
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossFit:
+    """Regressions on the columns of a matrix, one per fold; a row is predicted by the one fitted without its fold."""
+
+    table_FVT: NDArray[Any]  # coefficients for the mean over the groups of every task
+    constant_FT: F64
+    prediction_SJ: F64  # of every group, for the rows of the sample
+    slope_T: F64  # g (or g') of every task, by which predictions are multiplied
+
+    @classmethod
+    def fit(cls, x_SV: csr_array, y_SJ: F64, fold_S: I64, share_JT: F64, solve: _Solver) -> Self:
+        """Fit the regressions of all groups; the slopes are 1."""
+        prediction_SJ, tables, constants = np.zeros_like(y_SJ), [], []
         for fold in range(FOLDS):
             train, held_out = np.flatnonzero(fold_S != fold), np.flatnonzero(fold_S == fold)
-            if not len(train):
-                continue
-            normal_LL = (value_SL[train].T @ value_SL[train]).toarray() + PENALTY * np.eye(starts[-1])
-            for t, task in enumerate(tasks):
-                residual_SG = residuals[t][train]
-                mean_G = residual_SG.mean(axis=0)
-                table_LG = np.linalg.solve(normal_LL, value_SL[train].T @ (residual_SG - mean_G))
-                effects[t][held_out] = value_SL[held_out] @ table_LG + mean_G
-                share_G = task.count_G / task.count_G.sum()
-                table_FLT[fold, :, t], constant_FT[fold, t] = table_LG @ share_G, mean_G @ share_G
-        slope_T = np.array(
-            [
-                _held_out_slope(residual_SG, effect_SG, task.count_G)
-                for task, residual_SG, effect_SG in zip(tasks, residuals, effects, strict=True)
-            ]
-        )
-        scaled = zip(tasks, effects, slope_T, strict=True)
-        priors = [replace(task, prior_SG=task.prior_SG + slope * effect_SG) for task, effect_SG, slope in scaled]
-        return cls(labels, starts, fold_N, table_FLT * slope_T, constant_FT * slope_T), priors
+            if len(train):
+                weight_VJ, constant_J = solve(x_SV[train], y_SJ[train])
+            else:  # all rows in one fold: they cannot be predicted
+                weight_VJ, constant_J = np.zeros((x_SV.shape[1], y_SJ.shape[1]), np.float32), np.zeros(y_SJ.shape[1])
+            prediction_SJ[held_out] = x_SV[held_out] @ weight_VJ + constant_J
+            tables.append((weight_VJ @ share_JT).astype(weight_VJ.dtype))
+            constants.append(constant_J @ share_JT)
+        return cls(np.stack(tables), np.stack(constants), prediction_SJ, np.ones(share_JT.shape[1]))
 
-    def apply(self, rows: slice) -> F64:
-        """Predict rows, (n, T)."""
-        fold_n = self.fold_N[rows]
-        effect_nT = self.constant_FT[fold_n]
-        for code_N, start in zip(self.labels, self.starts[:-1], strict=True):
-            effect_nT += self.table_FLT[fold_n, start + code_N[rows]]
-        return effect_nT
+
+def _exact_ridge(x_SL: csr_array, y_SJ: F64) -> tuple[F64, F64]:
+    """Fit a ridge regression by the normal equations: coefficients, (L, J), and intercepts, the means of y, (J,)."""
+    mean_J = y_SJ.mean(axis=0)
+    normal_LL = (x_SL.T @ x_SL).toarray() + PENALTY * np.eye(x_SL.shape[1])
+    return np.linalg.solve(normal_LL, x_SL.T @ (y_SJ - mean_J)), mean_J
 
 
 # ------------------------------------------------------------------------------------------------- sample of the rows

@@ -14,7 +14,7 @@ from grasp.arrays import F64, Integers
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
 from grasp.runs.calibration import N_DRAWS, OUTSIDE
-from grasp.runs.evaluation import Evaluation, MethodResult
+from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate, TargetMetrics
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
@@ -272,8 +272,8 @@ def fidelity(findings: Findings) -> View | None:
         ),
         "unfinished": unfinished,
         "protocol": name(agreement.protocol),
-        "default": _fidelity_lines(default_method, report),
-        "others": [line for method in others for line in _fidelity_lines(method, report)],
+        "default": _fidelity_lines(default_method),
+        "others": [line for method in others for line in _fidelity_lines(method)],
         "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": scatters,
         "draws": N_DRAWS,
@@ -313,12 +313,12 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
     return views
 
 
-def _fidelity_lines(result: MethodResult, report: Evaluation) -> list[View]:
+def _fidelity_lines(result: MethodResult) -> list[View]:
     def line(target: str, row: TargetMetrics) -> View:
         shown = {key: _cell(row[metric]) for key, metric in METRICS.items()}
         return {"method": name(result.method), "target": target, "units": row.n_units} | shown
 
-    lines = [line(name(report.marked(row.target, result)), row) for row in result.targets]
+    lines = [line(name(result.marked(row.target)), row) for row in result.targets]
     if len(result.targets) > 1:
         lines.append(line(result.mean.target, result.mean))
     return lines

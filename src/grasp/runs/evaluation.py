@@ -10,6 +10,7 @@ import csv
 import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import pyarrow as pa
@@ -58,11 +59,16 @@ class MethodResult:
     predictions: Predictions
     targets: tuple[TargetMetrics, ...]
     mean: TargetMetrics  # mean over the targets
-    selected_on: Collection[str] = ()  # targets of these runs that the method was selected on
+    selected_on: Collection[str]  # targets of these runs that the method was selected on
+    marks: Mapping[str, tuple[str, ...]]  # by target: those of `MARKS` that apply
 
     @property
     def method(self) -> str:
         return self.predictions.method
+
+    def marked(self, target: str) -> str:
+        """Return the name of a target with its marks."""
+        return f"{target} ({', '.join(self.marks[target])})" if self.marks[target] else target
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -128,7 +134,7 @@ class Evaluation(Result):
             if cost is not None:
                 floats = f"{cost.features} + {cost.scores}" if cost.features else str(cost.scores)
                 cost_cells = [floats, "-" if cost.wall_seconds is None else f"{cost.wall_seconds:.1f}"]
-            metrics_by_name = {self.marked(metrics.target, result): metrics for metrics in result.targets}
+            metrics_by_name = {result.marked(metrics.target): metrics for metrics in result.targets}
             if len(metrics_by_name) > 1:
                 suffix = " (in sample)" if result.selected_on else ""
                 metrics_by_name[result.mean.target + suffix] = result.mean
@@ -139,30 +145,9 @@ class Evaluation(Result):
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
         return list(zip(roles, text_table("", headings, rows, left=2).splitlines(), strict=True))
 
-    def marked(self, target: str, result: MethodResult) -> str:
-        """Return the name of a target with the marks that apply to the method; see `MARKS`."""
-        marks = self._marks_of(target, result)
-        return f"{target} ({', '.join(marks)})" if marks else target
-
-    def _marks_of(self, target: str, result: MethodResult) -> list[str]:
-        """Return the marks that apply to a method on a target."""
-        if target in result.selected_on:
-            return ["in sample"]
-        marks = []
-        if self.roles[target] == "held-out":
-            marks.append("held-out")
-        if result.selected_on:
-            marks.append("same runs")
-        return marks
-
     def marks(self) -> list[str]:
         """Return explanations of the marks that occur."""
-        used = {
-            mark
-            for result in self.methods
-            for metrics in result.targets
-            for mark in self._marks_of(metrics.target, result)
-        }
+        used = {mark for result in self.methods for marks in result.marks.values() for mark in marks}
         return [f"{mark}: {explanation}" for mark, explanation in MARKS.items() if mark in used]
 
     def _explanations(self) -> list[str]:
@@ -192,6 +177,13 @@ class Evaluation(Result):
 def _cell(metric: str, estimate: Estimate) -> str:
     """Format an estimate; ceilings without their interval, which is below the table."""
     return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
+
+
+def _marks(target: str, role: Role, selected_on: Collection[str]) -> tuple[str, ...]:
+    """Return the marks of a target, for a method that was selected on other or the same targets."""
+    if target in selected_on:
+        return ("in sample",)
+    return tuple(compress(("held-out", "same runs"), (role == "held-out", selected_on)))
 
 
 def evaluate_predictions(
@@ -240,12 +232,13 @@ def evaluate_predictions(
             target, values_BE, measured.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
         )
 
+    roles = {target: runs.role_of(target) for target in selected_targets}
     methods = []
     for prediction in predictions:
         by_target = tuple(metrics_on(target, prediction) for target in selected_targets)
-        method_selected_on = (selected_on or {}).get(prediction.method, ())
-        methods.append(MethodResult(prediction, by_target, average(by_target), method_selected_on))
-    roles = {target: runs.role_of(target) for target in selected_targets}
+        known = (selected_on or {}).get(prediction.method, ())
+        marks = {target: _marks(target, role, known) for target, role in roles.items()}
+        methods.append(MethodResult(prediction, by_target, average(by_target), known, marks))
     info = runs.info
     family = info.family.spec if info.family else "given subsets"
     return Evaluation(

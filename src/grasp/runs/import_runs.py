@@ -255,20 +255,11 @@ def _read_weights(
     if len(weight_columns) < 2:
         raise RunsError(f"{location}: has {len(weight_columns)} columns of weights, expected two or more")
     weight_RG = np.stack([wide.numbers[name] for name in weight_columns], axis=1)
-    first_line: dict[str, int] = {}
-    for line, run in enumerate(wide.runs):  # a run may occur again with another seed, but only with the same weights
-        first = first_line.setdefault(run, line)
-        if first != line and not np.allclose(weight_RG[first], weight_RG[line], equal_nan=True):
-            raise RunsError(f"{location}: run {run!r} occurs twice with different weights; rename one of them")
-        if first != line and wide.metadata("seed", first) == wide.metadata("seed", line):
-            raise RunsError(f"{location}: run {run!r} occurs twice; rename one, or add a column seed")
-    run_index, value_index = (index.ravel() for index in np.indices((len(first_line), len(weight_columns))))
-    arrays = [
-        np.array([*first_line], object)[run_index],
-        np.array(weight_columns, object)[value_index],
-        weight_RG[[*first_line.values()]].ravel(),
-    ]
-    long = pa.table([pa.array(values) for values in arrays], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+    run_index, value_index = (index.ravel() for index in np.indices(weight_RG.shape))
+    columns_of_long = np.array(wide.runs, object)[run_index], np.array(weight_columns, object)[value_index]
+    long = pa.table([*map(pa.array, (*columns_of_long, weight_RG.ravel()))], TRAINED_SCHEMA.names)
+    # a run may occur again with another seed, but only with the same weights
+    long = long.group_by(long.column_names, use_threads=False).aggregate([])
     return ("times" if weights == "times" else "shares"), long
 
 

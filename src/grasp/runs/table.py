@@ -50,15 +50,9 @@ Kind = Literal["shares", "times", "rows"]
 Measure = Literal["tokens", "rows", "documents"]
 Direction = Literal["higher", "lower"]
 
-TRAINED_SCHEMA = pa.schema([("run", pa.string()), ("name", pa.string()), ("weight", pa.float64())])
+TRAINED_SCHEMA = pa.schema({"run": pa.string(), "name": pa.string(), "weight": pa.float64()})
 RESULTS_SCHEMA = pa.schema(
-    [
-        ("run", pa.string()),
-        ("seed", pa.int64()),
-        ("size", pa.string()),
-        ("metric", pa.string()),
-        ("value", pa.float64()),
-    ]
+    {"run": pa.string(), "seed": pa.int64(), "size": pa.string(), "metric": pa.string(), "value": pa.float64()}
 )
 
 
@@ -303,24 +297,23 @@ def _problems(
     trained: pa.Table, results: pa.Table, info: RunsInfo, weights_location: str, results_location: str
 ) -> Iterator[str]:
     """Yield a message for each thing that is wrong with the weights or the results of runs."""
-    for table, columns, location in (
-        (trained, ("run", "name"), weights_location),
-        (results, ("run", "seed", "metric"), results_location),
+    for location, column in (
+        *((weights_location, trained[name]) for name in ("run", "name")),
+        *((results_location, results[name]) for name in ("run", "seed", "metric")),
     ):
-        for column in columns:
-            if n_empty := table[column].null_count:
-                yield f"{location}: {n_empty} cells of {column} are empty; expected none"
+        if column.null_count:
+            yield f"{location}: {column.null_count} cells with names or seeds are empty; expected none"
     if unknown := sorted(set(results["metric"].to_pylist()) ^ set(info.metrics)):
         yield f"{results_location}: metric {unknown[0]!r} is missing in the results or in {INFO}"
     if info.kind in ("shares", "times") and info.label is None:
         yield f"{weights_location}: label: missing, expected one for {info.kind}"
-    weight = trained["weight"].to_numpy(zero_copy_only=False)
-    invalid = np.flatnonzero(~((weight == 0) | (weight >= MIN_WEIGHT) & (weight <= MAX_WEIGHT)))  # nan compares false
-    if invalid.size:
-        run, name = (trained[column][int(invalid[0])].as_py() for column in ("run", "name"))
+    weight = pc.coalesce(trained["weight"], float("nan"))  # nan compares false
+    in_range = pc.and_(pc.greater_equal(weight, MIN_WEIGHT), pc.less_equal(weight, MAX_WEIGHT))
+    invalid = trained.filter(pc.invert(pc.or_(pc.equal(weight, 0.0), in_range))).to_pylist()
+    for line in invalid:
         yield (
-            f"{weights_location}: run {run!r}: weight of {name!r} is {weight[invalid[0]]} ({invalid.size} such); "
-            f"expected 0, or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            f"{weights_location}: run {line['run']!r}: weight of {line['name']!r} is {line['weight']} ({len(invalid)} "
+            f"such); expected 0, or {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         )
     for line in _repeated(trained, ["run", "name"]):
         yield (
@@ -328,11 +321,17 @@ def _problems(
             "give every run a unique name"
         )
     sum_of_run = _sum_of_weights(trained)
+    wrong = [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]
+    for run in wrong if info.kind == "shares" else ():
+        yield (
+            f"{weights_location}: run {run!r}: shares add up to {sum_of_run[run]:.4g} ({len(wrong)} such), expected 1; "
+            "divide percent by 100; if they are numbers of epochs of each value, import them with --times"
+        )
     for run, weight_sum in sum_of_run.items():
         if weight_sum <= 0:
             yield f"{weights_location}: run {run!r}: all weights are 0"
     value = pc.coalesce(results["value"], float("nan"))
-    failed = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()  # nan compares false
+    failed = results.filter(pc.invert(pc.less_equal(pc.abs(value), MAX_UTILITY))).to_pylist()
     for line in failed:
         yield (
             f"{results_location}: run {line['run']!r}: {line['metric']} is {line['value']} ({len(failed)} such); skip "
@@ -352,12 +351,6 @@ def _problems(
         if incomplete_runs:
             listed = ", ".join(sorted(incomplete_runs)[:MAX_LISTED])
             yield f"{location}: {len(incomplete_runs)} run(s) have {problem}: {listed}"
-    wrong = [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]
-    if info.kind == "shares" and wrong:
-        yield (
-            f"{weights_location}: run {wrong[0]!r}: shares add up to {sum_of_run[wrong[0]]:.4g} ({len(wrong)} such), "
-            "expected 1; divide percent by 100; if they are numbers of epochs of each value, import them with --times"
-        )
 
 
 def _sum_of_weights(trained: pa.Table) -> dict[str, float]:

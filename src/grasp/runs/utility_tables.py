@@ -9,18 +9,20 @@ Shape letters: R runs, E units of all targets.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from grasp.arrays import F64, I64
 from grasp.errors import RunsError
 from grasp.runs.training_runs import Run
 from grasp.store.checksummed_parquet import checksummed_writer, read_checksummed
 
+SEPARATOR = "\0"  # between the two names of a pair
 COLUMNS = ("subset_id", "seed", "target", "unit_id", "utility")
 
 
@@ -68,8 +70,8 @@ def read_utilities(path: Path, runs: Sequence[Run], units: Sequence[tuple[str, s
         FileNotFoundError: no such file; expected if runs are merged concurrently.
     """
     table = read_columns(path, list(COLUMNS))
-    r = _positions(table, ("subset_id", "seed"), {(run.subset_id, run.seed): i for i, run in enumerate(runs)})
-    e = _positions(table, ("target", "unit_id"), {unit: i for i, unit in enumerate(units)})
+    r = _positions(table, ("subset_id", "seed"), [(run.subset_id, run.seed) for run in runs])
+    e = _positions(table, ("target", "unit_id"), units)
     if (r < 0).any() or (e < 0).any():
         raise RunsError(f"{path}: has runs or units that environment.json does not list; restore both from one copy")
     values_RE = np.full((len(runs), len(units)), np.nan)
@@ -100,13 +102,9 @@ def read_columns(path: Path, columns: list[str]) -> pa.Table:
     return table
 
 
-def _positions(table: pa.Table, columns: tuple[str, str], position_of: Mapping[Any, int]) -> I64:
-    """Return the position of the pair of names in each row of a table; -1 if it is unknown."""
-    # Look up every combination of the distinct names once, not every row.
-    first, second = (table.column(name).combine_chunks().dictionary_encode() for name in columns)
-    first_names, second_names = first.dictionary.to_pylist(), second.dictionary.to_pylist()
-    grid = np.array([[position_of.get((a, b), -1) for b in second_names] for a in first_names], dtype=np.int64)
-    first_codes = first.indices.to_numpy(zero_copy_only=False)
-    second_codes = second.indices.to_numpy(zero_copy_only=False)
-    positions = grid.reshape(len(first_names), len(second_names))[first_codes, second_codes]
-    return np.asarray(positions, dtype=np.int64)
+def _positions(table: pa.Table, columns: tuple[str, str], pairs: Iterable[tuple[object, object]]) -> I64:
+    """Return the position in `pairs` of the pair of names in each row of a table; -1 if it is unknown."""
+    names = (table.column(column).cast(pa.string()) for column in columns)
+    known = pa.array([f"{first}{SEPARATOR}{second}" for first, second in pairs], pa.string())
+    positions = pc.index_in(pc.binary_join_element_wise(*names, SEPARATOR), known)
+    return np.asarray(pc.fill_null(positions, -1).to_numpy(), dtype=np.int64)
