@@ -116,12 +116,10 @@ def test_concave_pieces_are_filled_as_a_linear_programme_says(seed, n, distance)
     knots_GK = np.linspace(low_G, high_G, 5, axis=1)
     lines = Segments(knots_GK, worth_G[:, None] * knots_GK)
     flat = MixtureProblem(np.zeros(n), low_G, high_G, current_G, far, lines)
-    assert flat.value(solve(flat)) == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
+    assert lines.value(solve(flat)) == pytest.approx(best_linear(flat, worth_G), abs=1e-6)
     bent = Segments(knots_GK, np.abs(worth_G)[:, None] * np.sqrt(knots_GK))
     problem = MixtureProblem(np.zeros(n), low_G, high_G, current_G, far, bent)
-    value = problem.value(solve(problem))
-    assert value == pytest.approx(bent.value(solve(problem)))
-    assert value >= bent.value(current_G) - 1e-7
+    assert bent.value(solve(problem)) >= bent.value(current_G) - 1e-7
 
 
 def feasible(seed, n, *, distance):

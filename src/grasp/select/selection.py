@@ -14,8 +14,9 @@ from grasp.arrays import F64, I64
 from grasp.artifact.rows import ranked, write_ranked
 from grasp.files import check_directory
 from grasp.predict.weights import mask_of
-from grasp.select.export import Export, Exporter
+from grasp.select.export import Exporter
 from grasp.select.objective import OptimizationResult
+from grasp.select.record_files import Export
 from grasp.text import plain, signed, text_table
 
 CURVE_SHOWN = 8  # points of the curve that are printed
