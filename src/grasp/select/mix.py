@@ -31,6 +31,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
+from grasp.results import first_notes
 from grasp.select.budget import parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
@@ -106,7 +107,7 @@ class Mixture(OptimizationResult):
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values: {now:.1%} now, {proposed:.1%} proposed in total")
-        return "\n".join([*lines, self._shown_changes(), *map(plain, self._first_notes())])
+        return "\n".join([*lines, self._shown_changes(), *map(plain, first_notes(self.notes))])
 
 
 def mix(

@@ -213,6 +213,26 @@ class MixtureModel:
         return np.asarray(line_BG[int(np.argmax(suffices_B))]) if suffices_B.any() else None
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class RunsMixture(Result):
+    """The optimal mixture, and what the model predicts for it and for the best run.
+
+    Attributes:
+        predictions: columns mixture, metric, expected, low, high, measured; measured is null for a mixture that was not
+            trained.
+    """
+
+    predictions: pa.Table
+
+    def _below(self) -> Sequence[str]:
+        lines = [
+            f"{line['metric']}: {line['mixture']}, predicted {line['expected']:.4g} ({line['low']:.4g} to "
+            f"{line['high']:.4g})" + ("" if line["measured"] is None else f", measured {line['measured']:.4g}")
+            for line in self.predictions.to_pylist()
+        ]
+        return [*lines, *super()._below()]
+
+
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
     """Predict the metrics of mixtures from training runs alone, without an artifact.
 
@@ -263,7 +283,7 @@ def outside_note(
 
 def mix_runs(
     runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
-) -> Result:
+) -> RunsMixture:
     """Find the mixture that maximises the mean of the metrics, from training runs alone.
 
     Metrics of different kinds, such as losses and accuracies, are divided by their standard deviation over the runs
@@ -290,19 +310,19 @@ def mix_runs(
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
-    measured_T = model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0)
-    measured = {name: f", measured {value:.4g}" for name, value in zip(model.table.metrics, measured_T, strict=True)}
+    predictions = model.predictions_table(
+        ["proposed mixture", f"best run {model.table.runs[r]}"], np.stack([best_G, run_G])
+    )
+    measured_T = (model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0))[model.weights_T > 0]
+    measured = pa.array([*[None] * len(measured_T), *measured_T], pa.float64())
     messages = []
-    for name, share_G, measured_of in (
-        ("proposed mixture", best_G, {}),
-        (f"best run {model.table.runs[r]}", run_G, measured),
-    ):
-        messages += [
-            f"{line['metric']}: {name}, predicted {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
-            + measured_of.get(line["metric"], "")
-            for line in model.predictions_table([name], share_G[None]).to_pylist()
-        ]
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
-    return Result(shares, headline, (*messages, *model.notes), signs=False)
+    return RunsMixture(
+        shares,
+        headline,
+        (*messages, *model.notes),
+        signs=False,
+        predictions=predictions.append_column("measured", measured),
+    )

@@ -14,6 +14,7 @@ from grasp.arrays import F64, I64
 from grasp.artifact.rows import ranked, write_ranked
 from grasp.files import check_directory
 from grasp.predict.weights import mask_of
+from grasp.results import first_notes
 from grasp.select.export import Exporter
 from grasp.select.objective import OptimizationResult
 from grasp.select.record_files import Export
@@ -145,7 +146,7 @@ class Selection(OptimizationResult):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
         if self.all_notes:
             parts += [self._shown_curve(), plain(self.guarantee)]
-        parts += map(plain, self._first_notes())
+        parts += map(plain, first_notes(self.notes))
         return "\n".join(part for part in parts if part)
 
     def _shown_curve(self) -> str:
