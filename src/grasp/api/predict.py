@@ -270,12 +270,7 @@ def _read_subsets(artifact: ArtifactReader, subsets: Any) -> Iterable[SubsetBloc
 
 
 def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
-    """Return the subset of re-weighted rows, and a headline.
-
-    Args:
-        labels: label columns of the rows.
-        weight: factor of the rows that match a condition, by condition.
-    """
+    """Return the subset of re-weighted rows, and a headline."""
     weight_N, changed_N = np.ones(labels.n_rows), np.zeros(labels.n_rows, dtype=np.bool_)
     for expression, value in weight.items():
         mask_N = labels.matching(expression).mask_N
@@ -386,13 +381,7 @@ def _predict_slices(
 
 
 def _slice_table(predictor: Predictor, slices: LabelSlices, columns_GT: Mapping[str, F64]) -> pa.Table:
-    """Return one line per target and slice, target by target, the most useful slice first.
-
-    Args:
-        predictor: predictor of the targets.
-        slices: the slices.
-        columns_GT: numeric columns; `if_dropped` is lowest for the most useful slice.
-    """
+    """Return one line per target and slice, target by target, the most useful slice first."""
     dropped_GT = columns_GT["if_dropped"]
     g, t = (index.reshape(-1) for index in np.indices(dropped_GT.shape))
     order = np.lexsort((np.nan_to_num(dropped_GT).reshape(-1), t))

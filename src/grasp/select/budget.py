@@ -256,16 +256,7 @@ class Constraints:
         return constraints
 
     def _check_feasible(self, pool_G: I64, cap_G: I64, item_name: str) -> None:
-        """Check that a selection exists that meets the floors, within the caps and the budget.
-
-        Args:
-            pool_G: total cost of the candidates of each label value.
-            cap_G: caps as they were given; they may exceed the budget.
-            item_name: row or document, for messages.
-
-        Raises:
-            SettingsError: no such selection exists; the message lists the reasons.
-        """
+        """Check that a selection exists that meets the floors, within the caps and the budget."""
         names, unit, size, floor_G, overshoot_G = self.values, self.unit, self.budget, self.floor_G, self.overshoot_G
         problems = [
             f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(pool_G[g]):,}"

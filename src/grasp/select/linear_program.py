@@ -43,10 +43,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class MixtureProblem:
-    """Objective and constraints of a mixture.
+    """Constraints of a mixture, and the piecewise linear part of its objective.
 
     Attributes:
-        linear_G: coefficients l of the linear term.
         low_G: lower bound of each weight.
         high_G: upper bound of each weight.
         current_G: mixture that `distance` is measured from.
@@ -54,7 +53,6 @@ class MixtureProblem:
         segments: the functions c_g; None: 0.
     """
 
-    linear_G: F64
     low_G: F64
     high_G: F64
     current_G: F64
@@ -69,14 +67,14 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
     Coefficients are scaled so that the largest is 1.
 
     Args:
-        problem: bounds, distance, and default objective.
-        linear_G: coefficients l; None: those of `problem`.
+        problem: bounds, distance and the functions c_g.
+        linear_G: coefficients l; None: 0.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.
     """
-    linear_G = problem.linear_G if linear_G is None else linear_G
-    n, low_G, high_G = len(linear_G), problem.low_G, problem.high_G
+    low_G, high_G, n = problem.low_G, problem.high_G, len(problem.low_G)
+    linear_G = np.zeros(n) if linear_G is None else linear_G
     slopes, width_GK = np.empty(0), np.empty((n, 0))
     if problem.segments is not None:
         width_GK = np.diff(problem.segments.knots_GK, axis=1)
@@ -124,7 +122,7 @@ def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Se
     """Return the best local maximum of a smooth function of mixtures, (G,), by the algorithm of Frank and Wolfe.
 
     Args:
-        problem: bounds and distance; its objective is ignored.
+        problem: bounds and distance; its segments are ignored.
         value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
         starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
     """

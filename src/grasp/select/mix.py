@@ -162,7 +162,7 @@ def mix(
         max_distance = amount.value
     current_G = slices.rows_G / slices.rows_G.sum()
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
-    problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, max_distance)
+    problem = MixtureProblem(low_G, high_G, current_G, max_distance)
     objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
@@ -283,12 +283,7 @@ def _bounds(
     epochs: float,
     distance: float | None,
 ) -> tuple[F64, F64]:
-    """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values.
-
-    Raises:
-        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds and the
-            distance; the message lists the conflicts.
-    """
+    """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values."""
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
     requested = [
         parse_shares(texts, flag, slices.label, names, slices.n_grouped)

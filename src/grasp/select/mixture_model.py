@@ -296,7 +296,7 @@ def mix_runs(
     """
     model = MixtureModel.from_runs(runs, metric)
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
-    problem = MixtureProblem(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
+    problem = MixtureProblem(low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
     expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]

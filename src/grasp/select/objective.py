@@ -338,11 +338,7 @@ def weighted_targets(
 
 
 def _parse_weighted_names(text: str, artifact_targets: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written.
-
-    Raises:
-        SettingsError: the text has another form.
-    """
+    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written."""
     # longest first, since one name may be a prefix of another
     known_names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
     # groups: a name of the artifact, which may contain a comma or =; any other name; and a weight

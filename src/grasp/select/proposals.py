@@ -148,12 +148,7 @@ def propose_runs(
 
 
 def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64, share_CG: F64) -> list[str]:
-    """Return notes that name the proposals without a prediction, and those with a low predicted mean.
-
-    Args:
-        share_KG: proposed mixtures.
-        share_CG: all candidates.
-    """
+    """Return notes that name the proposals without a prediction, and those with a low predicted mean."""
     has_prediction_K = model.has_prediction(share_KG)
     notes = outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)

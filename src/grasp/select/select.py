@@ -157,16 +157,7 @@ def _build_selection(
     *,
     export_documents: bool,
 ) -> Selection:
-    """Predict the change of the selected items, and return the result with its tables and notes.
-
-    Args:
-        objective: objective of the selection.
-        selected: selected rows or documents.
-        labels: label that floors and caps refer to.
-        params: arguments of the call.
-        notes: notes on candidates and budget.
-        export_documents: documents are exported whole.
-    """
+    """Predict the change of the selected items, and return the result with its tables and notes."""
     artifact, tokens, row_index = objective.artifact, objective.train_tokens, selected.row_index
     selected_N = mask_of(row_index, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
@@ -279,12 +270,7 @@ def _percentage_note(amount: Amount, n_rows: int) -> list[str]:
 def _selection_notes(
     objective: SelectionObjective, selected: SelectedItems, used: int, *, export_documents: bool
 ) -> list[str]:
-    """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
-
-    Args:
-        used: total cost of the selected items, in the unit of the budget.
-        export_documents: documents are exported whole, so partially selected ones need no note.
-    """
+    """Return notes on candidates, rows that are not selected, short rows, partial documents and skipped text."""
     artifact, constraints = objective.artifact, selected.constraints
     kind, allowed_M, row_index = selected.items.kind, constraints.allowed_M, selected.row_index
     n_above = int((selected.items.effect_M[allowed_M] > 0).sum())
