@@ -115,7 +115,7 @@ class MixtureModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the predictions, for display."""
+        """Notes on the predictions, for display; the first says what the intervals are."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
         notes = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}", *constant_note(self.constant)
         n_runs, n_values = self.share_RG.shape
@@ -262,8 +262,9 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
-    headline = f"{len(names):,} mixture{'s' * (len(names) != 1)}, predicted from {len(model.table):,} runs"
-    return Result(model.predictions_table(names, share_BG), headline, (*notes, *model.notes), signs=False)
+    intervals, *further = model.notes
+    headline = f"{len(names):,} mixture{'s' * (len(names) != 1)}, predicted from {len(model.table):,} runs; {intervals}"
+    return Result(model.predictions_table(names, share_BG), headline, (*notes, *further), signs=False)
 
 
 def outside_note(
