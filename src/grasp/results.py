@@ -99,7 +99,7 @@ class Result:
 
     def _below(self) -> Sequence[str]:
         more = len(self) - self.max_printed
-        return [*([f"... and {more:,} more"] if more > 0 else []), *first_notes(self.notes)]
+        return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 
 def first_notes(notes: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from grasp.errors import RunsError
-from grasp.results import Result, first_notes
+from grasp.results import Result
 from grasp.runs.metrics import (
     CEILINGS,
     METRICS,
@@ -115,7 +115,7 @@ class Evaluation(Result):
                 text.append(GROUP_HEADINGS[method_role])
                 group = method_role
             text.append(line)
-        return "\n".join([*text, *map(plain, first_notes(self._explanations()))])
+        return "\n".join([*text, *map(plain, self._explanations())])
 
     def _table_lines(self) -> list[tuple[MethodRole, str]]:
         """Return the aligned lines of the printed table, each with the role of its method; first the headings."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
-from grasp.results import Result
+from grasp.results import Result, first_notes
 from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
@@ -230,7 +230,7 @@ class RunsMixture(Result):
             f"{line['high']:.4g})" + ("" if line["measured"] is None else f", measured {line['measured']:.4g}")
             for line in self.predictions.to_pylist()
         ]
-        return [*lines, *super()._below()]
+        return [*lines, *first_notes(self.notes)]
 
 
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
