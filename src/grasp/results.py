@@ -91,16 +91,6 @@ class Result:
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
         return f"{figures}<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
 
-    def _first_notes(self) -> list[str]:
-        """Return the first notes and how many more there are, or all with `all_notes`."""
-        n_more = 0 if Result.all_notes else len(self.notes) - NOTES_SHOWN
-        if n_more <= 0:
-            return list(self.notes)
-        return [
-            *self.notes[:NOTES_SHOWN],
-            f"... and {n_more} more note{'s' * (n_more > 1)} (--notes; in Python .notes)",
-        ]
-
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the first rows as text."""
         names = list(self.table.column_names)
@@ -110,6 +100,14 @@ class Result:
     def _below(self) -> Sequence[str]:
         more = len(self) - self.max_printed
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
+
+
+def first_notes(notes: Sequence[str]) -> list[str]:
+    """Return the first notes and how many more there are, or all of them if the command line requests it."""
+    n_more = 0 if Result.all_notes else len(notes) - NOTES_SHOWN
+    if n_more <= 0:
+        return list(notes)
+    return [*notes[:NOTES_SHOWN], f"... and {n_more} more note{'s' * (n_more > 1)} (--notes; in Python .notes)"]
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,8 +15,8 @@ from grasp.corpus.conversations import conversation_in
 from grasp.corpus.documents import read_documents
 from grasp.corpus.encoding import ModelText, encode_texts
 from grasp.corpus.sources import open_source
-from grasp.select.export import _entry_note, iter_records, write_corpus
-from grasp.select.record_files import FileFormat, ShardSize
+from grasp.select.export import _entry_note, iter_records
+from grasp.select.record_files import FileFormat, ShardSize, write_corpus
 from grasp.settings import CorpusSettings
 from tests.corpus.chats import MARKED, chat_tokenizer
 from tests.corpus.world import write_jsonl
@@ -272,7 +272,7 @@ ARGUMENTS = [CHATS[0] | {"chat_template_kwargs": {"mood": ("short", "long")[k % 
 MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}" + MARKED
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.suffix)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.kind}{form.compression}")
 @pytest.mark.parametrize(
     "records",
     [PROMPTS, CHATS, TEXTS, PROMPT_CHATS, ARGUMENTS],
@@ -358,7 +358,15 @@ def test_trl_truncates_pairs_as_grasp_does(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "form", [FORMATS[0], FORMATS[1], *FORMATS[4:6], FileFormat("csv")], ids=lambda form: form.suffix
+    "form",
+    [
+        FileFormat("parquet"),
+        FileFormat("jsonl"),
+        FileFormat("jsonl", ".gz"),
+        FileFormat("jsonl", ".zst"),
+        FileFormat("csv"),
+    ],
+    ids=lambda form: f"{form.kind}{form.compression}",
 )
 def test_datatrove_reads_the_texts(tmp_path, form):
     pytest.importorskip("datatrove")

@@ -31,9 +31,8 @@ from grasp.select.export import (
     row_tables,
     select_documents,
     stored_rows,
-    write_corpus,
 )
-from grasp.select.record_files import FileFormat, ShardSize
+from grasp.select.record_files import FileFormat, ShardSize, write_corpus
 from grasp.targets import Unit
 from grasp.yaml_files import read_yaml
 from tests.corpus.world import Words, settings_for, write_chunked, write_jsonl

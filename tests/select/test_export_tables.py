@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from grasp.corpus import RowStore, read_documents
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
-from grasp.select.export import iter_records, write_corpus
+from grasp.select.export import iter_records
 from grasp.select.export_tables import table_of_records, to_readable_table
-from grasp.select.record_files import FileFormat
+from grasp.select.record_files import FileFormat, write_corpus
 from tests.corpus.test_documents import CHATS, ODD_NAMES, plain_chats, write_folders
 from tests.corpus.world import Words, settings_for, write_jsonl, write_parquet
 

@@ -14,6 +14,7 @@ from grasp.artifact.rows import ranked
 from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
 from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
+from grasp.select.items import Items
 from grasp.select.objective import weighted_targets
 from grasp.select.ranking import token_guarantee
 from grasp.select.select import _percentage_note, select
@@ -126,7 +127,8 @@ def test_the_selection_is_proven_optimal():
 def test_a_budget_in_tokens_reports_the_gap_to_the_highest_mean_effect_of_tokens(seed):
     rng = np.random.default_rng(seed)
     cost_N, worth_N = rng.integers(1, 20, 12), rng.standard_normal(12)
-    limits = Constraints.from_budget(Amount(40, False, "tokens"), np.ones(12, dtype=bool), tokens_M=cost_N)
+    items = Items.of_rows(worth_N, np.ones(12, dtype=bool), cost_N, None)
+    limits = Constraints.from_budget(Amount(40, False, "tokens"), items, {}, {})
     picked = take_within_budget(ranked(worth_N), limits)
     guarantee = token_guarantee(worth_N, picked, limits)
     mean, most = (float(number) for number in re.findall(r"[-+][\d.]+(?=, at most| for any)", guarantee))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from grasp.corpus.documents import read_documents
 from grasp.corpus.sources import open_source
 from grasp.errors import SettingsError
-from grasp.select.export import write_corpus
-from grasp.select.record_files import SHARD_RECORDS, FileFormat, ShardSize
+from grasp.select.record_files import SHARD_RECORDS, FileFormat, ShardSize, write_corpus
 from tests.corpus.world import settings_for
 
 
@@ -114,7 +113,7 @@ RECORDS = [
 def test_text_files_give_the_records_again(tmp_path, kind, compression):
     form = FileFormat(kind, compression)
     files = written(tmp_path / "out", form, RECORDS, ShardSize(2))
-    assert [file.name for file in files] == [f"part-0000{k}{form.suffix}" for k in range(2)]
+    assert [file.name for file in files] == [f"part-0000{k}.{form.kind}{form.compression}" for k in range(2)]
     documents = list(read_documents(settings_for(tmp_path / "out")))
     assert [document.text for document in documents] == [record["text"] for record in RECORDS]
     assert [document.labels["score"] for document in documents] == [0.5, 2.0, -1.25]

@@ -103,14 +103,9 @@ def evaluate(
 
 
 def _oracle_settings(oracles: str | Sequence[str], runs: TrainingRuns) -> dict[str, dict[str, Any]]:
-    """Return the settings of regressions that are fitted on the retrained subsets, by label.
+    """Return the settings of regressions on the retrained subsets, by label, from e.g. `ridge`, `lasso:masks`.
 
-    Args:
-        oracles: e.g. `ridge`, `lasso:masks` or `ridge:topic`. The default features are the shares of the label by which
-            the subsets were drawn, or else the masks of the subsets.
-        runs: the runs.
-    Raises:
-        SettingsError: neither ridge nor lasso.
+    The default features are the shares of the label by which the subsets were drawn, or else the masks of the subsets.
     """
     family = runs.info.family
     label_of_runs = None if family is None else parse_family(family.spec).label

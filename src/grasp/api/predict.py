@@ -26,7 +26,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
-from grasp.results import Result, write_tables
+from grasp.results import Result, first_notes, write_tables
 from grasp.text import as_names, plain, signed, text_table
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Prediction(Result):
 
     def _below(self) -> Sequence[str]:
         more = self.lines - min(MAX_LINES_SHOWN, len(self.table))
-        return [*([f"... and {more:,} more lines"] if more > 0 else []), *self.notes]
+        return [*([f"... and {more:,} more lines"] if more > 0 else []), *first_notes(self.notes)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,39 +74,49 @@ class SlicePrediction(Prediction):
 
     label: str = ""
 
+    def _intervals(self) -> list[str]:
+        """Return the names of the columns that have an interval."""
+        names = self.table.column_names
+        return [name for name in names if f"{name}_low" in names]
+
     def __repr__(self) -> str:
         """Return one table per target; if there are many values, only the most and the least useful."""
         names = [name for name in self.table.column_names if name != "target"]
         headings = [*(self.label if name == "value" else name for name in names), ""]
-        bounds = next(((f"{name}_low", f"{name}_high") for name in names if f"{name}_low" in names), None)
         lines = self.table.to_pylist()
         text: list[str] = []
-        has_mark = False
         for target in dict.fromkeys(line["target"] for line in lines):
             target_lines = [line for line in lines if line["target"] == target]
             n_left_out = len(target_lines) - MAX_LINES_SHOWN
             if n_left_out > 0:
                 half = MAX_LINES_SHOWN // 2
                 target_lines = target_lines[:half] + target_lines[-half:]
-            marks = ["*" if _contains_zero(line, bounds) else "" for line in target_lines]
-            has_mark |= any(marks)
-            cells = [
-                [*(_cell(name, line[name]) for name in names), mark]
-                for line, mark in zip(target_lines, marks, strict=True)
-            ]
+            cells = []
+            for line in target_lines:
+                ends = [(line[f"{name}_low"], line[f"{name}_high"]) for name in self._intervals()]
+                mark = "*" if any(None not in (low, high) and low <= 0 <= high for low, high in ends) else ""
+                cells.append([*(_cell(name, line[name]) for name in names), mark])
             text.append(text_table(f"{target}: effect of each {self.label}", headings, cells))
             if n_left_out > 0:
                 text.append(f"... and {n_left_out:,} more values between the two groups")
-        if has_mark:
-            text.append("*: the interval contains 0, so dropping the value may help or harm")
-        return "\n".join([*text, *map(plain, self.notes)])
+        return "\n".join([*text, *map(plain, self._below())])
 
-
-def _contains_zero(line: Mapping[str, Any], bounds: tuple[str, str] | None) -> bool:
-    """Return whether the interval in the columns `bounds` of a line contains 0."""
-    if bounds is None or line[bounds[0]] is None or line[bounds[1]] is None:
-        return False
-    return bool(line[bounds[0]] <= 0 <= line[bounds[1]])
+    def _below(self) -> Sequence[str]:
+        """Return the meaning of the interval and, with all notes, of other columns; and notes."""
+        lines = []
+        for name in self._intervals():
+            interval = "95 % bootstrap interval over the units of the target" if name == "if_dropped" else "interval"
+            lines.append(
+                f"{name}_low, {name}_high: {interval}; if it contains 0 (*), dropping the value may help or harm"
+            )
+        if self.all_notes:
+            lines.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
+            if "redundancy" in self.table.column_names:
+                lines.append(
+                    "redundancy: cosine similarity of the slice to all other rows; near 1 they can replace it, below 0 "
+                    "they cannot"
+                )
+        return [*lines, *first_notes(self.notes)]
 
 
 def predict(
@@ -220,7 +230,7 @@ def prediction_notes(predictor: Predictor, outcomes: "OutcomePredictor | None" =
         predictor: predictor of the changes.
         outcomes: predictor in the unit of the runs, if there are runs.
     """
-    notes = [] if outcomes is None else [*outcomes.notes, outcomes.title]
+    notes = [] if outcomes is None else [outcomes.title, *outcomes.notes]
     if predictor.has_replay and outcomes is None:
         notes.append(REPLAY_NOTE)
     if predictor.dropped:
@@ -260,12 +270,7 @@ def _read_subsets(artifact: ArtifactReader, subsets: Any) -> Iterable[SubsetBloc
 
 
 def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[Iterable[SubsetBlock], str]:
-    """Return the subset of re-weighted rows, and a headline.
-
-    Args:
-        labels: label columns of the rows.
-        weight: factor of the rows that match a condition, by condition.
-    """
+    """Return the subset of re-weighted rows, and a headline."""
     weight_N, changed_N = np.ones(labels.n_rows), np.zeros(labels.n_rows, dtype=np.bool_)
     for expression, value in weight.items():
         mask_N = labels.matching(expression).mask_N
@@ -344,28 +349,28 @@ def _predict_slices(
             *extrapolations.notes,
         )
 
-    notes = [f"{slices.n_grouped:,} small values are grouped into one slice"] if slices.n_grouped else []
-    notes += [column.note] if column.note else []
+    # the most important first: what makes numbers wrong, what the intervals are, then what the table lacks
+    notes = leak_notes(artifact, targets)
+    if bounds is not None:
+        notes += few_units(dict(zip(targets, predictor.units.counts_T.tolist(), strict=True)))
+    elif is_too_large:
+        notes.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
+    notes += runs_notes
     if element_slices is not None:
         assert element_slices.membership_GN is not None
         if element_slices.membership_GN.sum(axis=0).max() > 1:
             notes.append("a row counts for each of its values, so slices overlap")
         if len(element_slices.slices) == MAX_SLICES:
             notes.append(f"the {MAX_SLICES} values with the most rows; others are not listed")
-    notes.append("effect: mean effect of the rows; above 0, they help more than the average row of the corpus")
-    if bounds is not None:
-        notes.append("if_dropped_low, if_dropped_high: 95 % bootstrap interval over the units of the target")
-        notes += few_units(dict(zip(targets, predictor.units.counts_T.tolist(), strict=True)))
-    elif is_too_large:
-        notes.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
-    if effects.redundancy_G is not None:
-        similarity = "cosine similarity of the slice to all other rows; near 1 they can replace it, below 0 they cannot"
-        notes.append(f"redundancy: {similarity}")
+    if slices.n_grouped:
+        notes.append(f"{slices.n_grouped:,} small values are grouped into one slice")
+    if column.note:
+        notes.append(column.note)
     table = _slice_table(predictor, slices, columns_GT)
     result = SlicePrediction(
         table,
         f"predicted effect of dropping or doubling each {column.name}",
-        (*notes, *runs_notes, *leak_notes(artifact, targets), *prediction_notes(predictor, outcomes)),
+        (*notes, *prediction_notes(predictor, outcomes)),
         unit=predictor.unit,
         lines=len(table),
         label=column.name,
@@ -376,13 +381,7 @@ def _predict_slices(
 
 
 def _slice_table(predictor: Predictor, slices: LabelSlices, columns_GT: Mapping[str, F64]) -> pa.Table:
-    """Return one line per target and slice, target by target, the most useful slice first.
-
-    Args:
-        predictor: predictor of the targets.
-        slices: the slices.
-        columns_GT: numeric columns; `if_dropped` is lowest for the most useful slice.
-    """
+    """Return one line per target and slice, target by target, the most useful slice first."""
     dropped_GT = columns_GT["if_dropped"]
     g, t = (index.reshape(-1) for index in np.indices(dropped_GT.shape))
     order = np.lexsort((np.nan_to_num(dropped_GT).reshape(-1), t))

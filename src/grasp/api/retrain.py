@@ -123,16 +123,7 @@ def retrain(
 
 
 def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with which retrained models use the same rows and units as an artifact.
-
-    Args:
-        art: the artifact, or its path.
-        data: settings of the user, which take precedence.
-    Raises:
-        SettingsError: its corpus is not found.
-        ArtifactError: its rows are no texts.
-        SubsetError: the artifact lacks the label of the family.
-    """
+    """Return settings with which retrained models use the same rows and units as an artifact."""
     files = ArtifactReader.open(art) if isinstance(art, Path | str) else art.files
     source = BuildSource(files)
     files.require_texts("only language models can be retrained")

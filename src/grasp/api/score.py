@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.arrays import Bool, Floats
 from grasp.artifact.label_table import LabelTable
@@ -115,9 +114,14 @@ def score(
         ProtocolError: no such target, unit or kernel.
         SettingsError: no such method, no row has `min_tokens` tokens, or options exclude each other.
     """
-    published = None if method is None else _published_method(method, method_settings)
+    if out is not None:
+        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
+    if top == bottom == 0:
+        raise SettingsError("top: got 0 and no bottom; request at least one row")
+    if match is not None:
+        artifact.relevance_name(match)  # raises with the list of kernels
     method_options = {"runs": runs, "checkpoints": checkpoints, "method_settings": method_settings}
-    _check_request(artifact, published, method_options, top=top, bottom=bottom, match=match, unit=unit, out=out)
+    published = _published_method(method, method_options, {"match": match, "unit": unit})
     target = only_target(artifact, target)
     among_N = None if where is None else LabelTable(artifact.rows_path).matching(where).mask_N
     if min_tokens:
@@ -145,91 +149,47 @@ def score(
         requested = " and ".join(f"the {n:,} most {adjective}" for n, adjective in counts if n)
     else:
         requested = "all"
+    notes = [f"{by}: {description}"]
+    n_printed = min(MAX_ROWS_PRINTED, len(ranking))
+    if n_short := count_short_rows(artifact, ranking[:n_printed]):
+        these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
+        notes.insert(
+            0,
+            f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
+            f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
+            "skips them",
+        )
     return RankedRows(
         ranked_table(artifact, ranking if out is None else ranking[:0], values_N, by),
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
-        (*_short_rows_note(artifact, ranking), f"{by}: {description}"),
+        tuple(notes),
         by=by,
         printed_columns=(by, "row_id", *artifact.manifest.details.get("labels", [])[:2], "snippet"),
         lines=len(ranking),
     )
 
 
-def _check_request(
-    artifact: ArtifactReader,
-    published: ConfiguredMethod | None,
-    method_options: Mapping[str, Any],
-    *,
-    top: int | None,
-    bottom: int,
-    match: str | None,
-    unit: str | None,
-    out: Path | str | None,
-) -> None:
-    """Check the options of `score` that can be checked before anything is computed.
-
-    Raises:
-        SettingsError: no rows are requested, options exclude each other, or `out` cannot be written.
-        ProtocolError: the artifact has no kernel `match`.
-    """
-    if out is not None:
-        check_outputs({"out": Path(out)}, artifact.protected_paths, tables=["out"])
-    if top == bottom == 0:
-        raise SettingsError("top: got 0 and no bottom; request at least one row")
-    _check_method_options(method_options, published)
-    if match is not None:
-        artifact.relevance_name(match)  # raises with the list of kernels
-    if published is not None:
-        for name, value in (("match", match), ("unit", unit)):
-            if value is not None:
-                raise SettingsError(f"{name}: cannot be combined with method; drop one of them")
-
-
-def _short_rows_note(artifact: ArtifactReader, ranking: NDArray[np.int64]) -> tuple[str, ...]:
-    """Return a note on rows among the printed ones that are too short for a reliable relevance, if there are any."""
-    n_printed = min(MAX_ROWS_PRINTED, len(ranking))
-    n_short = count_short_rows(artifact, ranking[:n_printed])
-    if not n_short:
-        return ()
-    these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
-    return (
-        f"{n_short:,} of {these} rows have fewer than {MIN_RELIABLE_TOKENS} "
-        f"{length_unit(length_column(artifact))}, so their relevance is noisy: --min-tokens {MIN_RELIABLE_TOKENS} "
-        "skips them",
-    )
-
-
-def _published_method(name: str, settings: Path | str | None) -> ConfiguredMethod:
-    """Return a published method with the settings of a YAML file.
-
-    Raises:
-        SettingsError: no such method, or invalid settings.
-    """
+def _published_method(
+    name: str | None, options: Mapping[str, Any], excluded: Mapping[str, str | None]
+) -> ConfiguredMethod | None:
+    """Return a published method with its settings; None: the rows are ranked by a kernel or protocol."""
+    published = None
     if name == GRASP:
         raise SettingsError("method: got grasp, which is the default; drop method, or pass match to select a kernel")
-    (method,) = configure_methods([name], settings, "method")
-    return method
-
-
-def _check_method_options(options: Mapping[str, Any], published: ConfiguredMethod | None) -> None:
-    """Check that options of published methods are used by the requested method.
-
-    Raises:
-        SettingsError: options without a method, or one that the method does not use.
-    """
-    names = [name for name, value in options.items() if value not in (None, (), [])]
+    if name is not None:
+        (published,) = configure_methods([name], options["method_settings"], "method")
     used = () if published is None else ("method_settings", *published.method.requires)
-    if unused := ", ".join(name for name in names if name not in used):
+    if unused := ", ".join(key for key, value in options.items() if value not in (None, (), []) and key not in used):
         reason = "requires method; add it" if published is None else f"not used by method {published.label}"
         raise SettingsError(f"{unused}: {reason}, or drop the option")
+    for key, value in excluded.items():
+        if published is not None and value is not None:
+            raise SettingsError(f"{key}: cannot be combined with method; drop one of them")
+    return published
 
 
 def _long_rows(artifact: ArtifactReader, min_tokens: int, among_N: Bool | None) -> Bool:
-    """Return whether each row has `min_tokens` tokens, among the rows of a mask.
-
-    Raises:
-        SettingsError: no row has.
-    """
+    """Return whether each row has `min_tokens` tokens, among the rows of a mask."""
     length_N = row_lengths(artifact)
     if among_N is not None:
         length_N = length_N * among_N

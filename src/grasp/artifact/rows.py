@@ -59,13 +59,11 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 
 
 def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
-    """Return a note per target that has rows with its questions."""
+    """Return a note on the targets that have rows with their questions, if there are any."""
     leaks = {target: artifact.leaks(target) for target in targets}
-    return [
-        f"{target}: {target_leaks}; their relevance is inflated, exclude them with grasp select --drop-leaks"
-        for target, target_leaks in leaks.items()
-        if target_leaks is not None and len(target_leaks.row_index)
-    ]
+    counts = [f"{target}: {found}" for target, found in leaks.items() if found is not None and len(found.row_index)]
+    advice = "their relevance is inflated, exclude them with grasp select --drop-leaks"
+    return [f"{'; '.join(counts)}; {advice}"] if counts else []
 
 
 def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:

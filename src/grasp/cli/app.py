@@ -211,12 +211,6 @@ def _add_options(function: Callable[..., None], verb: Signature, more: list[str]
     """Replace `**params` in the signature of a function by the options of a public function.
 
     Typer reads the options of a command from its signature. A function without docstring gets that of `verb`.
-
-    Args:
-        function: function of the command.
-        verb: signature of the public function.
-        more: arguments that are listed under "More options".
-        python: arguments that have no option.
     """
     flags = {name: flag_of(name) for name in verb.arguments}
 

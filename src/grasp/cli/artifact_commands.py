@@ -235,15 +235,7 @@ PreviewModel = Annotated[
 def _preview_settings(
     group: str, assign: list[str], flags: dict[str, Any]
 ) -> "tuple[Any, ModelSettings | None, str | None]":
-    """Return the settings of a group, those of the model, and the tokenizer if there is no model.
-
-    Args:
-        group: corpus or targets.
-        assign: values of `--set`.
-        flags: values of other options by setting.
-    Raises:
-        SettingsError: a setting has no effect on a preview, or the settings of the model are invalid.
-    """
+    """Return the settings of a group, those of the model, and the tokenizer if there is no model."""
     from grasp.settings import ModelSettings
     from grasp.yaml_files import require_flags, validated
 

@@ -45,8 +45,8 @@ from grasp.progress import Progress, Silent
 from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.select.budget import parse_budget
-from grasp.select.export import MANIFEST, iter_records, write_corpus
-from grasp.select.record_files import FileFormat
+from grasp.select.export import iter_records
+from grasp.select.record_files import MANIFEST, FileFormat, write_corpus
 from grasp.settings import CorpusSettings
 from grasp.store.directory import Schema, Store
 from grasp.store.locks import locked

@@ -1,11 +1,7 @@
 """Selection budgets and constraints, and the exact optimum for additive objectives.
 
 Parse budgets (`20%`, `2Mtokens`), floors and caps per label value, and exclusion lists. Budgets, floors and caps are in
-the same unit: rows, tokens or documents. `Ledger` tracks the remaining budget while items are added, and reserves what
-unmet floors still require, so that no floor becomes infeasible. When a floor is met, the rest of its reserve is
-released, and items that did not fit are tried again.
-
-Start with `take_within_budget`.
+the same unit: rows, tokens or documents. Start with `take_within_budget`.
 Shape letters: N rows, M items (rows or documents), P items in ranked order, G label values.
 """
 
@@ -14,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, Self, TypeAlias
 
 import numpy as np
@@ -23,12 +18,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grasp.arrays import F64, I32, I64, Bool
-from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import ranked
 from grasp.corpus.labels import label_text
 from grasp.corpus.values import plain_values
 from grasp.errors import SettingsError
+from grasp.select.items import Items
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
 from grasp.text import as_names
@@ -140,20 +134,26 @@ def parse_bounds(texts: str | Sequence[str], flag: str) -> Bounds:
 
 
 def amounts_by_value(
-    bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0
+    bounds: Bounds, flag: str, label: str, names: Sequence[str], unit: Unit | None = None, n_grouped: int = 0
 ) -> list[Amount | None]:
     """Return the floor or cap of each value of a label, or None if it has none.
 
     Args:
         label: name of the label, for messages.
         names: label values. Blanks around a value of `bounds` are ignored unless a label value has them.
+        unit: unit of the budget; None: bounds are shares of a mixture.
         n_grouped: number of small values that share the last slice and have no name of their own.
 
     Raises:
-        SettingsError: the label has no such value.
+        SettingsError: a bound has another unit than the budget or is not a share, or the label has no such value.
     """
     amounts = [bounds.get(None)] * len(names)
     for value, amount in bounds.items():
+        location = f"{flag} {'for every value' if value is None else value}"
+        if unit is None and not (amount.is_share and amount.unit is None):
+            raise SettingsError(f"{location}: got a number, expected a share of the mixture such as Games:5%")
+        if unit is not None and amount.unit not in (None, unit):
+            raise SettingsError(f"{location}: is in {amount.unit}, the budget is in {unit}; use the same unit")
         if value is None:
             continue
         name = value if value in names else value.strip()
@@ -171,60 +171,19 @@ def amounts_by_value(
     return amounts
 
 
-def shares_by_value(bounds: Bounds, flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> F64:
-    """Return the floor or cap of each value of a label as a share of a mixture, (G,); nan if it has none.
-
-    Args:
-        label: name of the label, for messages.
-        names: label values.
-        n_grouped: number of small values that share the last slice and have no name of their own.
+def parse_shares(texts: str | Sequence[str], flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> F64:
+    """Parse the floors or caps of a mixture as shares, (G,); nan for a value that has none. See `parse_bounds`.
 
     Raises:
         SettingsError: a bound is not a share, or the label has no such value.
     """
-    for value, amount in bounds.items():
-        if not amount.is_share or amount.unit is not None:
-            raise SettingsError(
-                f"{flag} {_describe_value(value)}: got a number, expected a share of the mixture such as Games:5%"
-            )
-    amounts = amounts_by_value(bounds, flag, label, names, n_grouped)
+    amounts = amounts_by_value(parse_bounds(texts, flag), flag, label, names, n_grouped=n_grouped)
     return np.array([np.nan if amount is None else amount.value for amount in amounts])
-
-
-def _describe_value(value: str | None) -> str:
-    """Return the label value of a floor or cap as it is named in a message."""
-    return "for every value" if value is None else value
-
-
-def _resolve_bounds(
-    floors: Bounds, caps: Bounds, label: str, names: Sequence[str], size: int, unit: Unit
-) -> tuple[I64, I64]:
-    """Return the floor and the cap of each label value, (G,), in the unit of the budget.
-
-    Args:
-        label: name of the label, for messages.
-        names: label values.
-        size: budget.
-        unit: unit of the budget.
-
-    Raises:
-        SettingsError: a bound has another unit than the budget, or an unknown label value.
-    """
-    for flag, bounds in (("floor", floors), ("cap", caps)):
-        for value, amount in bounds.items():
-            if amount.unit not in (None, unit):
-                location = f"{flag} {_describe_value(value)}"
-                raise SettingsError(f"{location}: is in {amount.unit}, the budget is in {unit}; use the same unit")
-    lowest = amounts_by_value(floors, "floor", label, names)
-    highest = amounts_by_value(caps, "cap", label, names)
-    floor_G = np.array([0 if floor is None else floor.resolve(size, up=True) for floor in lowest])
-    cap_G = np.array([size if cap is None else cap.resolve(size) for cap in highest])
-    return floor_G, cap_G
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Validated constraints of a selection: a feasible selection exists, and `Ledger` reaches one.
+    """Validated constraints of a selection: a feasible selection exists, and `take_within_budget` finds one.
 
     Attributes:
         budget: maximum total cost, in `unit`.
@@ -234,7 +193,7 @@ class Constraints:
         codes_M: index into `values` of each item.
         floor_G: minimum total cost per label value.
         cap_G: maximum total cost per label value.
-        largest_G: cost of the largest item of each label value.
+        overshoot_G: by how much meeting a floor may exceed it: up to the largest item less 1, as none is cut.
     """
 
     budget: int
@@ -245,26 +204,11 @@ class Constraints:
     codes_M: I32
     floor_G: I64
     cap_G: I64
-    largest_G: I64
+    overshoot_G: I64
 
     @classmethod
-    def from_budget(
-        cls,
-        budget: Amount,
-        allowed_M: Bool,
-        *,
-        tokens_M: I64 | None = None,
-        rows_M: I64 | None = None,
-        labels: LabelColumn | None = None,
-        floors: Bounds = MappingProxyType({}),
-        caps: Bounds = MappingProxyType({}),
-    ) -> Self:
+    def from_budget(cls, budget: Amount, items: Items, floors: Bounds, caps: Bounds) -> Self:
         """Resolve amounts to numbers and check that they are feasible.
-
-        Args:
-            allowed_M: whether an item (a row or a document) may be selected.
-            tokens_M: tokens of each item; required for a budget in tokens.
-            rows_M: rows of each item; None: items are rows.
 
         Raises:
             SettingsError: the budget is less than any candidate costs, or more than all of them; floors or caps have no
@@ -272,13 +216,12 @@ class Constraints:
                 and by how much).
         """
         unit: Unit = budget.unit or "rows"
-        n_items = len(allowed_M)
-        cost_M = np.broadcast_to(np.int64(1), n_items)  # needs no memory
+        allowed_M, labels = items.allowed_M, items.labels
+        cost_M = np.broadcast_to(np.int64(1), len(allowed_M))  # needs no memory
         if unit == "tokens":
-            assert tokens_M is not None
-            cost_M = tokens_M
-        elif unit == "rows" and rows_M is not None:
-            cost_M = rows_M
+            cost_M = items.tokens_M
+        elif unit == "rows" and items.rows_M is not None:
+            cost_M = items.rows_M
         pool_cost = cost_M[allowed_M]
         total, pool_total = int(cost_M.sum()), int(pool_cost.sum())
         size = budget.resolve(total)
@@ -287,40 +230,34 @@ class Constraints:
             raise SettingsError(
                 f"budget: got {size:,} {unit}, the pool has {pool_total:,}{remainder}; lower the budget"
             )
-        item_name = "row" if rows_M is None else "document"
         if size < pool_cost.min(initial=np.iinfo(np.int64).max):
             raise SettingsError(
-                f"budget: resolves to {size:,} of {total:,} {unit}, expected at least one {item_name}; raise the budget"
+                f"budget: resolves to {size:,} of {total:,} {unit}, expected at least one {items.kind[:-1]}; raise the "
+                "budget"
             )
         names: tuple[str, ...] = ("all",)
-        codes_M = np.broadcast_to(np.int32(0), n_items)
+        codes_M = np.broadcast_to(np.int32(0), len(allowed_M))
         floor_G, cap_G = np.zeros(1, np.int64), np.full(1, size)
         if labels is not None:
             names, codes_M = labels.names(), labels.codes_N
-            floor_G, cap_G = _resolve_bounds(floors, caps, labels.name, names, size, unit)
+            lowest = amounts_by_value(floors, "floor", labels.name, names, unit)
+            highest = amounts_by_value(caps, "cap", labels.name, names, unit)
+            floor_G = np.array([0 if floor is None else floor.resolve(size, up=True) for floor in lowest])
+            cap_G = np.array([size if cap is None else cap.resolve(size) for cap in highest])
         elif floors or caps:
             raise SettingsError("floor, cap: require a label; pass it with `by`, e.g. topic")
         pool_codes = codes_M[allowed_M]
         pool_G = np.bincount(pool_codes, pool_cost, len(names)).astype(np.int64)
         largest_G = np.ones(len(names), np.int64)
         np.maximum.at(largest_G, pool_codes, pool_cost)
-        constraints = cls(size, unit, allowed_M, cost_M, names, codes_M, floor_G, np.minimum(cap_G, size), largest_G)
-        constraints._check_feasible(pool_G, cap_G, item_name)
+        overshoot_G = np.where(floor_G > 0, largest_G - 1, 0)
+        constraints = cls(size, unit, allowed_M, cost_M, names, codes_M, floor_G, np.minimum(cap_G, size), overshoot_G)
+        constraints._check_feasible(pool_G, cap_G, items.kind[:-1])
         return constraints
 
     def _check_feasible(self, pool_G: I64, cap_G: I64, item_name: str) -> None:
-        """Check that a selection exists that meets the floors, within the caps and the budget.
-
-        Args:
-            pool_G: total cost of the candidates of each label value.
-            cap_G: caps as they were given; they may exceed the budget.
-            item_name: row or document, for messages.
-
-        Raises:
-            SettingsError: no such selection exists; the message lists the reasons.
-        """
-        names, unit, size, floor_G, largest_G = self.values, self.unit, self.budget, self.floor_G, self.largest_G
-        overshoot_G = self.overshoot
+        """Check that a selection exists that meets the floors, within the caps and the budget."""
+        names, unit, size, floor_G, overshoot_G = self.values, self.unit, self.budget, self.floor_G, self.overshoot_G
         problems = [
             f"{names[g]} needs {int(floor_G[g]):,} {unit}, the pool has {int(pool_G[g]):,}"
             for g in np.flatnonzero(floor_G > pool_G).tolist()
@@ -329,7 +266,7 @@ class Constraints:
         for g in np.flatnonzero((floor_G > 0) & (cap_G < size) & (floor_G + overshoot_G > cap_G)).tolist():
             problem = f"{names[g]} has a floor of {int(floor_G[g]):,} and a cap of {int(cap_G[g]):,} {unit}"
             if floor_G[g] <= cap_G[g]:
-                problem += f", which differ by less than its longest {item_name} of {int(largest_G[g]):,}"
+                problem += f", which differ by less than its longest {item_name} of {int(overshoot_G[g]) + 1:,}"
             problems.append(problem)
         if (needed := int(floor_G.sum() + overshoot_G.sum())) > size:
             longest = f" including the longest {item_name} of each value" if overshoot_G.any() else ""
@@ -343,11 +280,6 @@ class Constraints:
             raise SettingsError(f"{flag}: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; {remedy}")
 
     @property
-    def overshoot(self) -> I64:
-        """Return by how much meeting each floor may exceed it, (G,): up to the largest item less 1, as none is cut."""
-        return np.where(self.floor_G > 0, self.largest_G - 1, 0)
-
-    @property
     def costs_differ(self) -> bool:
         """Return whether items have different costs, so that a selection may not use up the budget exactly."""
         return bool(self.cost_M.max(initial=1) > 1)
@@ -356,54 +288,6 @@ class Constraints:
     def has_label_constraints(self) -> bool:
         """Return whether there is any floor or cap."""
         return bool(self.floor_G.any() or (self.cap_G < self.budget).any())
-
-
-class Ledger:
-    """Remaining budget in total and per label value, updated as items are added to a selection.
-
-    Attributes:
-        used: total cost of the items added so far.
-    """
-
-    def __init__(self, constraints: Constraints) -> None:
-        self.used = 0
-        self._constraints = constraints
-        self._used_G = [0] * len(constraints.values)
-        self._floor_G = constraints.floor_G.tolist()
-        self._cap_G = constraints.cap_G.tolist()
-        self._overshoot_G = constraints.overshoot.tolist()
-        self._reserved_floor = sum(self._floor_G)  # cost that unmet floors still require
-        self._reserved_overshoot = sum(self._overshoot_G)
-
-    def remaining(self, code: int) -> int:
-        """Return the largest cost that an item of this label value may have to be added."""
-        need = self._need(code)
-        reserved_for_it = need + (self._overshoot_G[code] if need else 0)
-        # used + reserved never exceeds the budget, so that the floors of other values can always be met
-        reserved_for_others = self._reserved_floor + self._reserved_overshoot - reserved_for_it
-        free = self._constraints.budget - self.used - reserved_for_others
-        return int(min(self._cap_G[code] - self._used_G[code], free))
-
-    def fits(self, item_index: I64) -> Bool:
-        """Return whether each of these items can be added."""
-        constraints = self._constraints
-        remaining_G = np.array([self.remaining(g) for g in range(len(self._cap_G))], dtype=np.int64)
-        return np.asarray(constraints.cost_M[item_index] <= remaining_G[constraints.codes_M[item_index]])
-
-    def take(self, code: int, cost: int) -> None:
-        """Add an item whose cost is at most `remaining(code)`."""
-        need = self._need(code)
-        self.used += cost
-        self._used_G[code] += cost
-        if need:
-            remaining_need = self._need(code)
-            self._reserved_floor -= need - remaining_need
-            if not remaining_need:
-                self._reserved_overshoot -= self._overshoot_G[code]
-
-    def _need(self, code: int) -> int:
-        """Return the cost that the floor of this label value still requires."""
-        return int(max(0, self._floor_G[code] - self._used_G[code]))
 
 
 def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
@@ -424,12 +308,7 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
         return _take_what_fits(order_P, constraints)
     if not constraints.costs_differ:
         return _take_by_counts(order_P, constraints)
-    return _take_by_ledger(order_P, constraints)
-
-
-def best_items(value_M: F64, constraints: Constraints) -> I64:
-    """Return the items with the highest values that satisfy the constraints, best first; ties go to the earlier one."""
-    return take_within_budget(ranked(value_M, among_N=constraints.allowed_M), constraints)
+    return _take_with_reserves(order_P, constraints)
 
 
 def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:
@@ -461,18 +340,33 @@ def _take_by_counts(order_P: I64, constraints: Constraints) -> I64:
     return np.asarray(order_P[selected_P])
 
 
-def _take_by_ledger(order_P: I64, constraints: Constraints) -> I64:
-    """Select item by item, and repeat with the rejected items: budget reserved for a floor may have been released."""
-    ledger, selected_M = Ledger(constraints), np.zeros(len(constraints.allowed_M), dtype=np.bool_)
+def _take_with_reserves(order_P: I64, constraints: Constraints) -> I64:
+    """Select item by item; budget that unmet floors still require is reserved, so that none becomes infeasible.
+
+    When a floor is met, the rest of its reserve is released, and rejected items are tried again.
+    """
+    floors, caps = constraints.floor_G.tolist(), constraints.cap_G.tolist()
+    overshoots, used = constraints.overshoot_G.tolist(), [0] * len(constraints.values)
+
+    def reserve(code: int) -> int:
+        need = max(0, floors[code] - used[code])
+        return int(need + overshoots[code] if need else 0)
+
+    free = constraints.budget - sum(map(reserve, range(len(used))))  # neither used nor reserved
+    selected_M = np.zeros(len(constraints.allowed_M), dtype=np.bool_)
     items: list[int] = []
     while order_P.size:
         for item in order_P.tolist():
             code, cost = int(constraints.codes_M[item]), int(constraints.cost_M[item])
-            if cost <= ledger.remaining(code):
-                ledger.take(code, cost)
+            reserved = reserve(code)
+            if cost <= min(caps[code] - used[code], free + reserved):
+                used[code] += cost
+                free += reserved - cost - reserve(code)
                 selected_M[item] = True
                 items.append(item)
-        order_P = order_P[~selected_M[order_P] & ledger.fits(order_P)]
+        remaining_G = np.array([min(caps[g] - used[g], free + reserve(g)) for g in range(len(used))], dtype=np.int64)
+        fits_P = constraints.cost_M[order_P] <= remaining_G[constraints.codes_M[order_P]]
+        order_P = order_P[~selected_M[order_P] & fits_P]
     return np.array(items, dtype=np.int64)
 
 

@@ -4,17 +4,13 @@ The build stores the rows as token ids and as character spans of their documents
 and no tokenizer is loaded. If the rows were not stored, or the files of the corpus have changed, the corpus is
 tokenized and packed again. Every row must then have the same id as in the artifact, and all of them the same
 fingerprint, which is a hash of ids and tokens.
-
-The output is a directory of files, which `datasets.load_dataset` and `grasp build` read, or one that
-`datasets.load_from_disk` reads. It contains `_manifest.yaml` with the arguments, the corpus, the counts and a checksum
-of each file. The directory is written to a temporary path and renamed when complete.
 Shape letters: N rows, M documents of the corpus.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice, tee, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
@@ -36,42 +32,25 @@ from grasp.corpus.documents import (
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import DOCUMENT_COLUMN
 from grasp.corpus.row_store import RowStore
-from grasp.corpus.sources import Chunk, JsonRecord, open_source
+from grasp.corpus.sources import JsonRecord, open_source
 from grasp.corpus.text_files import DELIMITER
 from grasp.errors import CorpusError, SettingsError
-from grasp.extras import require
-from grasp.files import atomic_path, check_directory, discard, entry_of, temporary_path, write_atomically
+from grasp.files import discard, temporary_path, write_atomically
 from grasp.models.build_source import BuildSource, require_here
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
 from grasp.select.export_tables import table_of_records, to_readable_table
-from grasp.select.record_files import DEFAULT_SIZE, FileFormat, Item, ShardSize, write_records
+from grasp.select.record_files import Export, FileFormat, Item, ShardSize, write_corpus
 from grasp.settings import CorpusSettings
-from grasp.yaml_files import validated, write_yaml
+from grasp.yaml_files import validated
 
 if TYPE_CHECKING:
     from grasp.select.selection import Selection
 
 Rule = Literal["any", "half", "all"]
-MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
 BLOCK_ROWS = 4_096
 TOKENS_TOLERANCE = 0.02  # relative difference in tokens of whole documents above which a note is added
 NOTHING_LEFT_OUT = "left out: every row is selected, so there is nothing to write; lower the budget"
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Summary of a written export."""
-
-    path: Path
-    holds: str  # rows or documents
-    records: int
-    tokens: int
-    note: str = ""  # difference in tokens from the selected rows, or how a trainer reads the files
-
-    def __str__(self) -> str:
-        size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
-        return f"{self.path}: {size}; described in {MANIFEST}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +90,7 @@ class Exporter:
         rule = None if documents is None else parse_document_rule(documents)
         if ids is not None and rule is None:
             raise SettingsError("ids: requires `documents`: any, half or all")
-        size = DEFAULT_SIZE if shard_size is None else ShardSize.parse(shard_size)
+        size = ShardSize() if shard_size is None else ShardSize.parse(shard_size)
         settings = corpus_settings(artifact, corpus)
         try:
             source = open_source(settings.path, settings.split)
@@ -355,15 +334,20 @@ def row_tables(
     rank_N[row_index] = np.arange(len(row_index))
     texts = rows.texts(np.flatnonzero(rank_N >= 0), corpus, tokenizer)
     document_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
-    other_columns = _OtherColumns(corpus)
-    stop, text_name = 0, (artifact.manifest.details.get("columns") or {}).get("text", "text")
-    for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
-        start, stop = stop, stop + batch.num_rows
-        in_batch = np.flatnonzero(rank_N[start:stop] >= 0)
-        if not len(in_batch):
-            continue
-        selected = start + in_batch
-        stored = pa.Table.from_batches([batch.take(pa.array(in_batch))]).replace_schema_metadata(None)
+    text_name = (artifact.manifest.details.get("columns") or {}).get("text", "text")
+
+    def selected_batches() -> Iterator[tuple[I64, pa.RecordBatch]]:
+        stop = 0
+        for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
+            start, stop = stop, stop + batch.num_rows
+            in_batch = np.flatnonzero(rank_N[start:stop] >= 0)
+            if len(in_batch):
+                yield start + in_batch, batch.take(pa.array(in_batch))
+
+    batches, for_documents = tee(selected_batches())
+    other_columns = _other_columns(corpus, (document_N[selected].astype(np.int64) for selected, _ in for_documents))
+    for (selected, batch), other_tables in zip(batches, other_columns, strict=True):
+        stored = pa.Table.from_batches([batch]).replace_schema_metadata(None)
         shard = rows.rows(selected)
         ids = [shard.ids(i) for i in range(len(shard))]
         row_texts = [
@@ -382,7 +366,7 @@ def row_tables(
         path_labels = ("file", "directory") if corpus.settings.path_labels else ()  # no record has them
         columns = pa.table(row_columns | {name: stored[name] for name in path_labels if name in stored.column_names})
         first = 0
-        for n_rows, others in other_columns.tables(document_N[selected].astype(np.int64)):
+        for n_rows, others in other_tables:
             table = columns.slice(first, n_rows)
             first += n_rows
             for other in others.schema:
@@ -391,58 +375,45 @@ def row_tables(
             yield table
 
 
-class _OtherColumns:
-    """Columns of the records of a corpus other than content, row_id and doc_id, read once, in order."""
+def _other_columns(corpus: Corpus, batches: Iterable[I64]) -> Iterator[list[tuple[int, pa.Table]]]:
+    """Yield the columns of the records of a corpus other than content, row_id and doc_id, read once, in order.
 
-    def __init__(self, corpus: Corpus) -> None:
-        self._settings = corpus.settings
-        self._names: dict[str, list[str]] = {}  # by table file
-        self._chunks = corpus.source.chunks(0, self._select)
-        self._chunk: Chunk | None = None
+    Args:
+        batches: positions in the corpus, ascending, also between batches.
+    Returns:
+        For each batch, tables that together have a row per position, each with its number of rows, as it may have no
+        columns.
+    """
+    names_by_file: dict[str, list[str]] = {}
 
-    def tables(self, documents: I64) -> Iterator[tuple[int, pa.Table]]:
-        """Yield tables that together have a row per document, each with its number of rows, which may have no columns.
+    def names_of_others(columns: Mapping[str, Any], location: str) -> list[str]:
+        content = content_columns(corpus.settings, dict.fromkeys(columns), location)
+        ids = {*id_columns(corpus.settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
+        return [name for name in columns if name not in content and name not in ids]
 
-        Args:
-            documents: positions in the corpus, ascending, also between calls.
-        Raises:
-            CorpusError: the corpus ends early.
-        """
-        records: list[Mapping[str, Any]] = []
-        first = 0  # of the documents in the current chunk
-        for k, document in enumerate(documents.tolist()):
-            chunk = self._chunk_with(document)
-            if isinstance(chunk, JsonRecord):
-                (values,) = (values for _, values in records_in(chunk))
-                records.append({name: values[name] for name in self._names_of_others(values, chunk.location)})
-            elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
-                positions = pa.array(documents[first : k + 1] - chunk.index)
-                batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
-                yield len(positions), to_readable_table(batch.select(self._names[chunk.name])).take(positions)
-                first = k + 1
-        if records:
-            yield len(records), table_of_records(records)
-
-    def _chunk_with(self, document: int) -> Chunk:
-        """Read on to the chunk that contains a document."""
-        while True:
-            chunk = self._chunk
-            if chunk is not None:
-                n_records = 1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows
-                if document < chunk.index + n_records:
-                    return chunk
-            self._chunk = next(self._chunks)
-
-    def _select(self, schema: pa.Schema, name: str) -> Sequence[str]:
-        """Select the columns of a table file to read, and remember their names."""
-        names = self._names[name] = self._names_of_others({column.name: column.type for column in schema}, name)
+    def select(schema: pa.Schema, name: str) -> Sequence[str]:
+        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema}, name)
         return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
-    def _names_of_others(self, columns: Mapping[str, Any], location: str) -> list[str]:
-        """Return the names of the columns that are neither content nor ids."""
-        content = content_columns(self._settings, dict.fromkeys(columns), location)
-        ids = {*id_columns(self._settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
-        return [name for name in columns if name not in content and name not in ids]
+    chunks, stop = corpus.source.chunks(0, select), 0
+    for documents in batches:
+        tables: list[tuple[int, pa.Table]] = []
+        records: list[Mapping[str, Any]] = []
+        first = 0
+        while first < len(documents):
+            while documents[first] >= stop:
+                chunk = next(chunks)
+                stop = chunk.index + (1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows)
+            last = int(np.searchsorted(documents, stop))
+            if isinstance(chunk, JsonRecord):
+                ((_, values),) = records_in(chunk)
+                others = {name: values[name] for name in names_of_others(values, chunk.location)}
+                records += [others] * (last - first)
+            else:
+                table = to_readable_table(chunk.batch.select(names_by_file[chunk.name]))
+                tables.append((last - first, table.take(pa.array(documents[first:last] - chunk.index))))
+            first = last
+        yield [*tables, (len(records), table_of_records(records))] if records else tables
 
 
 def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
@@ -459,10 +430,8 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
             continue
         in_chunk_M = mask_M[chunk.index : chunk.index + chunk.batch.num_rows]
         if in_chunk_M.any():
-            batch = chunk.batch.slice(0, len(in_chunk_M))
-            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
             # converted first: Arrow cannot filter view types
-            yield to_readable_table(table).filter(pa.array(in_chunk_M))
+            yield to_readable_table(chunk.batch.slice(0, len(in_chunk_M))).filter(pa.array(in_chunk_M))
 
 
 def _entry_note(origin: str, out: Path) -> str:
@@ -471,47 +440,3 @@ def _entry_note(origin: str, out: Path) -> str:
     field = "file_name" if origin.startswith("LLaMA-Factory") else "path"
     several = f" (one entry for each of the {len(files)} files)" if len(files) > 1 else ""
     return f"; to train on it, copy the {origin} with {field}: {files[0] if files else out}{several}"
-
-
-def write_corpus(
-    out: Path,
-    form: FileFormat,
-    holds: str,
-    items: Iterable[Item],
-    tokens: int,
-    request: Mapping[str, Any],
-    size: ShardSize = DEFAULT_SIZE,
-) -> Export:
-    """Write rows or documents to a directory, atomically.
-
-    Args:
-        out: new directory.
-        form: format of the files.
-        holds: rows or documents.
-        items: tables or JSON records.
-        tokens: number of tokens in them; 0 if unknown.
-        request: arguments to record in the manifest.
-        size: maximum size of a file.
-
-    Raises:
-        CorpusError: a record cannot be represented in the format.
-        MissingExtraError: the format is `datasets` and the library is not installed.
-    """
-    check_directory(out)
-    if form.kind == "datasets":
-        require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    order = "of the corpus" + ("; column `order` has the rank in the selection" if holds == "rows" else "")
-    with atomic_path(out) as part:
-        part.mkdir(parents=True)
-        n_records = write_records(part, form, items, size)
-        files = {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())}
-        contents = {
-            "holds": holds,
-            "order": order,
-            "records": n_records,
-            "tokens": tokens,
-            "format": form.kind,
-            "files": files,
-        }
-        write_yaml({**request, **contents}, part / MANIFEST)
-    return Export(out, holds, n_records, tokens)

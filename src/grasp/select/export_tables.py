@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import combinations
 from math import isnan
 from pathlib import Path
@@ -67,15 +68,8 @@ _PROMOTABLE_TESTS = (  # tests for groups of types that Arrow promotes to one an
     pa.types.is_duration,
     lambda dtype: pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype),
 )
-_READABLE_TESTS = (  # tests for types that `datasets` reads and Parquet stores
+_READABLE_TESTS = (  # tests for types that `datasets` reads and Parquet stores, besides numbers and times
     pa.types.is_null,
-    pa.types.is_boolean,
-    pa.types.is_integer,
-    pa.types.is_floating,
-    pa.types.is_timestamp,
-    pa.types.is_date,
-    pa.types.is_time,
-    pa.types.is_duration,
     pa.types.is_decimal128,
     pa.types.is_decimal256,
     pa.types.is_string,
@@ -84,8 +78,6 @@ _READABLE_TESTS = (  # tests for types that `datasets` reads and Parquet stores
     pa.types.is_large_binary,
     pa.types.is_fixed_size_binary,
 )
-
-
 _FEATURES = b"huggingface"  # key of the metadata
 _IMPLIED_FEATURES = {"Value", "List", "LargeList", "Sequence", "Json"}  # by Arrow types
 
@@ -96,12 +88,14 @@ def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.table({name: _infer_column([record.get(name) for record in records]) for name in names})
 
 
-def to_readable_table(table: pa.Table) -> pa.Table:
+def to_readable_table(table: pa.Table | pa.RecordBatch) -> pa.Table:
     """Return a table with types that `datasets` reads and Parquet can store; its fields have features as metadata.
 
     Raises:
         CorpusError: the values of a column can be stored neither in Parquet nor as JSON.
     """
+    if isinstance(table, pa.RecordBatch):
+        table = pa.Table.from_batches([table])
     features = _features_in(table.schema)
     columns = {name: _to_readable(name, table[name]) for name in table.column_names}
     fields = [pa.field(name, column.type, metadata=features.get(name)) for name, column in columns.items()]
@@ -172,18 +166,11 @@ def _infer_column(values: Sequence[Any]) -> pa.Array:
         column = pa.array(values)
     except (pa.ArrowException, OverflowError):
         return _json_column(values)
-    is_lossless = _is_exact(column.type) or all(
+    is_lossless = all(  # Arrow turns [1, 0.5] into [1.0, 0.5], and adds members that a record lacks
         value is None or json_text(part.as_py(), indent=None) == json_text(value, indent=None)
         for part, value in zip(column, values, strict=True)
     )
     return column if is_lossless and _readable_type(column.type) == column.type else _json_column(values)
-
-
-def _is_exact(dtype: pa.DataType) -> bool:
-    """Return whether the inference of this type cannot have changed a value, e.g. an integer into a float."""
-    if is_list(dtype):
-        return _is_exact(dtype.value_type)
-    return not (pa.types.is_struct(dtype) or pa.types.is_floating(dtype))  # Arrow turns [1, 0.5] into [1.0, 0.5]
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:
@@ -213,7 +200,8 @@ def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _readable_type(dtype: pa.DataType) -> pa.DataType | None:
     """Return the type in which `datasets` reads the values of an Arrow type; None: as JSON."""
-    if is_json(dtype) or any(test(dtype) for test in _READABLE_TESTS):
+    is_number = pa.types.is_primitive(dtype) and not pa.types.is_interval(dtype)  # or a time
+    if is_number or is_json(dtype) or any(test(dtype) for test in _READABLE_TESTS):
         return dtype
     if isinstance(dtype, pa.BaseExtensionType):
         plain_types = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
@@ -258,28 +246,21 @@ def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name
     types = [dtype for dtype in types if not pa.types.is_null(dtype)] or [pa.null()]
     if len(types) == 1:
         return Conversion(types[0], "cast")
-    promoted = _promoted_type(types)
-    if promoted is not None and all(_can_cast(column, promoted) for column in _column_batches(files, name)):
-        return Conversion(promoted, "cast")
-    if all(is_label(dtype) and not is_json(dtype) for dtype in types):
-        kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
-        return Conversion(ARROW_TYPE[kind], kind)
-    return Conversion(pa.json_(), "json")
-
-
-def _promoted_type(types: Sequence[pa.DataType]) -> pa.DataType | None:
-    """Return the type to which Arrow promotes all of these, if that adds no member and changes no kind of value."""
     # Time zones do not change the moment that is stored, but Arrow does not promote one to another.
     if all(pa.types.is_timestamp(dtype) and dtype.tz is not None for dtype in types):
         types = [pa.timestamp(dtype.unit, "UTC") for dtype in types]
     numbers = all(pa.types.is_integer(dtype) or pa.types.is_floating(dtype) for dtype in types)
-    if not numbers and not all(_same_kind(left, right) for left, right in combinations(types, 2)):
-        return None
-    try:
-        schemas = [pa.schema([("", dtype)]) for dtype in types]
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except pa.ArrowException:
-        return None
+    if numbers or all(_same_kind(left, right) for left, right in combinations(types, 2)):
+        with suppress(pa.ArrowException):  # not promoted, or a value cannot be cast
+            schemas = [pa.schema([("", dtype)]) for dtype in types]
+            promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+            for column in _column_batches(files, name):
+                column.cast(promoted)
+            return Conversion(promoted, "cast")
+    if all(is_label(dtype) and not is_json(dtype) for dtype in types):
+        kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
+        return Conversion(ARROW_TYPE[kind], kind)
+    return Conversion(pa.json_(), "json")
 
 
 def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
@@ -292,15 +273,6 @@ def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
         names = [[member.name for member in dtype] for dtype in (left, right)]
         return names[0] == names[1] and all(_same_kind(a.type, b.type) for a, b in zip(left, right, strict=True))
     return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TESTS)
-
-
-def _can_cast(column: pa.Array, target: pa.DataType) -> bool:
-    """Return whether all values of a column can be cast to a type."""
-    try:
-        column.cast(target)
-    except pa.ArrowException:
-        return False
-    return True
 
 
 def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:

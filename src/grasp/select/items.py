@@ -1,10 +1,10 @@
-"""The candidates of a selection: single rows, or whole documents. Start with `Items.of_rows` and `Items.of_documents`.
+"""The candidates of a selection: single rows, or whole documents. Start with `Items.of_rows`.
 
 Shape letters: N rows, M items (rows or documents), P items in ranked order, B subsets.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -41,37 +41,32 @@ class Items:
         """Return the rows as items."""
         return cls(n_rows=len(effect_N), effect_M=effect_N, allowed_M=allowed_N, tokens_M=tokens_N, labels=labels)
 
-    @classmethod
-    def of_documents(
-        cls, document_N: I64, effect_N: F64, allowed_N: Bool, tokens_N: I64, labels: LabelColumn | None
-    ) -> Self:
-        """Return the documents as items; `document_N` is the document of each row, numbered from 0."""
+    def as_documents(self, document_N: I64) -> Self:
+        """Return the documents of rows as items; `document_N` is the document of each row, numbered from 0."""
+        labels, rows_M = self.labels, np.bincount(document_N)
         if labels is not None:
             _, first_M = np.unique(document_N, return_index=True)
             labels = replace(labels, codes_N=labels.codes_N[first_M])
-        return cls(
-            n_rows=len(effect_N),
+        return replace(
+            self,
             document_N=document_N,
-            effect_M=_mean_by_document(document_N, effect_N),
-            allowed_M=np.bincount(document_N, ~allowed_N) == 0,
-            tokens_M=np.bincount(document_N, tokens_N).astype(np.int64),
-            rows_M=np.bincount(document_N),
+            effect_M=np.bincount(document_N, self.effect_M) / rows_M,
+            allowed_M=np.bincount(document_N, ~self.allowed_M) == 0,
+            tokens_M=np.bincount(document_N, self.tokens_M).astype(np.int64),
+            rows_M=rows_M,
             labels=labels,
         )
 
     @property
-    def are_documents(self) -> bool:
-        """Return whether the items are whole documents; otherwise they are rows."""
-        return self.document_N is not None
-
-    @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["rows", "documents"]:
         """Return what the items are: rows or documents."""
-        return "documents" if self.are_documents else "rows"
+        return "rows" if self.document_N is None else "documents"
 
     def mean(self, value_N: F64) -> F64:
         """Return the mean of a value over the rows of each item, (M,)."""
-        return value_N if self.document_N is None else _mean_by_document(self.document_N, value_N)
+        if self.document_N is None or self.rows_M is None:
+            return value_N
+        return np.asarray(np.bincount(self.document_N, value_N) / self.rows_M)
 
     def per_row(self, value_M: F64) -> F64:
         """Return the value of the item that each row belongs to, (N,)."""
@@ -92,7 +87,3 @@ class Items:
         mask_BN = mask_BM if self.document_N is None else mask_BM[:, self.document_N]
         indices = np.nonzero(mask_BN)
         return Weights(csr_array((np.ones(len(indices[0])), indices), shape=(len(mask_BN), self.n_rows)))
-
-
-def _mean_by_document(document_N: I64, value_N: F64) -> F64:
-    return np.asarray(np.bincount(document_N, value_N) / np.bincount(document_N), np.float64)

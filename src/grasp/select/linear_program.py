@@ -35,16 +35,6 @@ class Segments:
     knots_GK: F64
     value_GK: F64
 
-    @property
-    def width_GK(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return the lengths of the segments, (G, K - 1)."""
-        return np.diff(self.knots_GK, axis=1)
-
-    @property
-    def slope_GK(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return the slopes of the segments, (G, K - 1)."""
-        return ratio(np.diff(self.value_GK, axis=1), self.width_GK)
-
     def value(self, p_G: F64) -> float:
         """Return sum_g c_g(p_g)."""
         lines = zip(p_G, self.knots_GK, self.value_GK, strict=True)
@@ -53,10 +43,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class MixtureProblem:
-    """Objective and constraints of a mixture.
+    """Constraints of a mixture, and the piecewise linear part of its objective.
 
     Attributes:
-        linear_G: coefficients l of the linear term.
         low_G: lower bound of each weight.
         high_G: upper bound of each weight.
         current_G: mixture that `distance` is measured from.
@@ -64,17 +53,11 @@ class MixtureProblem:
         segments: the functions c_g; None: 0.
     """
 
-    linear_G: F64
     low_G: F64
     high_G: F64
     current_G: F64
     distance: float | None = None
     segments: Segments | None = None
-
-    def value(self, p_G: F64) -> float:
-        """Return l'p + sum_g c_g(p_g)."""
-        curved = 0.0 if self.segments is None else self.segments.value(p_G)
-        return float(self.linear_G @ p_G) + curved
 
 
 def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
@@ -84,15 +67,18 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
     Coefficients are scaled so that the largest is 1.
 
     Args:
-        problem: bounds, distance, and default objective.
-        linear_G: coefficients l; None: those of `problem`.
+        problem: bounds, distance and the functions c_g.
+        linear_G: coefficients l; None: 0.
 
     Raises:
         SettingsError: no mixture satisfies the bounds and the distance, or the solver fails.
     """
-    linear_G = problem.linear_G if linear_G is None else linear_G
-    n, low_G, high_G = len(linear_G), problem.low_G, problem.high_G
-    slopes = np.empty(0) if problem.segments is None else problem.segments.slope_GK.reshape(-1)
+    low_G, high_G, n = problem.low_G, problem.high_G, len(problem.low_G)
+    linear_G = np.zeros(n) if linear_G is None else linear_G
+    slopes, width_GK = np.empty(0), np.empty((n, 0))
+    if problem.segments is not None:
+        width_GK = np.diff(problem.segments.knots_GK, axis=1)
+        slopes = ratio(np.diff(problem.segments.value_GK, axis=1), width_GK).reshape(-1)
     # a constant does not change the optimum, since p adds up to 1; without it the scale is that of the differences
     linear_G, slopes = linear_G - linear_G.mean(), slopes - (slopes.mean() if slopes.size else 0.0)
     scale = max(float(np.abs(part).max(initial=0.0)) for part in (linear_G, slopes)) or 1.0
@@ -112,7 +98,6 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
         bounds.append(np.tile([0.0, np.inf], (n, 1)))
     if problem.segments is not None:
         # p_g - sum of its filled segments = first knot; 0 <= filled length <= width
-        width_GK = problem.segments.width_GK
         filled = sparse.kron(eye, np.ones((1, width_GK.shape[1])))
         equal.append(sparse.hstack([eye, sparse.csr_matrix((n, n_t)), -filled]))
         equal_to.append(problem.segments.knots_GK[:, 0])
@@ -137,7 +122,7 @@ def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Se
     """Return the best local maximum of a smooth function of mixtures, (G,), by the algorithm of Frank and Wolfe.
 
     Args:
-        problem: bounds and distance; its objective is ignored.
+        problem: bounds and distance; its segments are ignored.
         value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
         starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
     """

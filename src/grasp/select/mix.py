@@ -12,7 +12,7 @@ one of their bounds; otherwise the gap to the upper bound is reported.
 Shape letters: G slices, N rows, T targets, K knots of a piecewise linear function.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from grasp.api.predict import prediction_notes
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
@@ -30,7 +31,8 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
-from grasp.select.budget import Bounds, parse_amount, parse_bounds, parse_tokens, shares_by_value
+from grasp.results import first_notes
+from grasp.select.budget import parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
@@ -105,7 +107,7 @@ class Mixture(OptimizationResult):
         if len(rest):
             now, proposed = (sum(rest[name].to_pylist()) for name in ("now", "proposed"))
             lines.append(f"... and {len(rest):,} more values: {now:.1%} now, {proposed:.1%} proposed in total")
-        return "\n".join([*lines, self._shown_changes(), *map(plain, self._first_notes())])
+        return "\n".join([*lines, self._shown_changes(), *map(plain, first_notes(self.notes))])
 
 
 def mix(
@@ -152,17 +154,22 @@ def mix(
     slices = label_slices(column, tokens_N)
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     epochs = repetition_law(tokens, tokens_N).epochs or 1.0
-    max_distance = None if distance is None else _parse_distance(distance)
+    max_distance = None
+    if distance is not None:
+        amount = parse_amount(distance, "distance", "30%")
+        if not amount.is_share or amount.unit is not None:
+            raise SettingsError(f"distance: got {distance!r}, expected a share, e.g. 30%")
+        max_distance = amount.value
     current_G = slices.rows_G / slices.rows_G.sum()
-    floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
-    low_G, high_G = _bounds(slices, floors, caps, max_repeat, min(1.0, epochs), max_distance)
-    problem = MixtureProblem(np.zeros(len(current_G)), low_G, high_G, current_G, max_distance)
+    low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
+    problem = MixtureProblem(low_G, high_G, current_G, max_distance)
     objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
-    optimized = _optimize(objective, slices, problem)
-    factor_G = optimized.p_G / current_G
-    changes, notes = objective.evaluate(MIXTURE, slices.weights(factor_G[None]), "the current mixture", slices.codes_N)
-    value, gap = optimized.value(optimized.p_G), optimized.gap(optimized.p_G)
-    optimum = optimized.optimum
+    p_G, gap = _optimize(objective, slices, problem)
+    factor_G = p_G / current_G
+    weights = slices.weights(factor_G[None])
+    changes, notes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
+    value = float(objective.budget_predictor.change(weights)[0] @ objective.weights_T)
+    optimum = "the optimum predicted by the runs" if objective.by_runs else "optimal"
     if gap > MAX_RELATIVE_GAP * abs(value):
         optimum += f" (up to a gap of {gap:.3f})"
     repetition = f"no row is seen more than {epochs * float(factor_G.max()):.2g} times"
@@ -171,14 +178,20 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
+    messages += [*notes, *protocol_notes]
+    if objective.by_runs:
+        messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     messages += [
-        *notes,
-        *protocol_notes,
-        *optimized.notes,
-        *_mixture_notes(slices, column.note, max_repeat),
-        *objective.provenance,
+        f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
+        "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
+        "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
     ]
-    moved = 0.5 * float(np.abs(optimized.p_G - current_G).sum())
+    if column.note:
+        messages.append(column.note)
+    if slices.n_grouped:
+        messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
+    messages += prediction_notes(objective.predictor, objective.run_model)
+    moved = 0.5 * float(np.abs(p_G - current_G).sum())
     params = {
         "by": by,
         "targets": dict(targets),
@@ -195,13 +208,18 @@ def mix(
                 "expression": pa.array([entry.expression for entry in slices.slices], pa.string()),
                 "rows": pa.array(slices.rows_G),
                 "now": pa.array(current_G),
-                "proposed": pa.array(optimized.p_G),
+                "proposed": pa.array(p_G),
                 "times_as_often": pa.array(factor_G),
             }
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
         tuple(messages),
-        **objective.result_fields(changes, value, params),
+        targets=changes,
+        value=value,
+        unit=objective.predictor.unit,
+        params=params,
+        protocol=objective.predictor.protocol,
+        artifact=artifact,
         label=slices.label,
         optimum=optimum,
         slices=slices,
@@ -218,146 +236,58 @@ def check_max_repeat(max_repeat: float) -> None:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
 
 
-def _parse_distance(text: str) -> float:
-    """Parse the maximum share of the data that is moved, such as `30%`."""
-    amount = parse_amount(text, "distance", "30%")
-    if not amount.is_share or amount.unit is not None:
-        raise SettingsError(f"distance: got {text!r}, expected a share, e.g. 30%")
-    return amount.value
+def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> tuple[F64, float]:
+    """Return the shares with the highest predicted change, and an upper bound on its distance to the optimum.
 
-
-def _mixture_notes(slices: LabelSlices, label_note: str, max_repeat: float) -> list[str]:
-    """Return notes on the bounds, the unit of the shares, the label, and values that share a slice."""
-    messages = [
-        f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
-        "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
-        "now and proposed are shares of rows; shares of tokens differ if rows differ in length",
-    ]
-    if label_note:
-        messages.append(label_note)
-    if slices.n_grouped:
-        messages.append(f"{slices.n_grouped:,} small values share one slice; their proportions to each other are fixed")
-    return messages
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizedMixture:
-    """An optimised mixture.
-
-    Attributes:
-        p_G: shares of the slices.
-        optimum: statement on optimality, for the output.
-        notes: notes on the optimisation, for the output.
-        value: function that returns the change of a mixture, including the effect of repetition under a training
-            budget.
-        gap: function that returns an upper bound on the difference between the value of the optimal mixture and that
-            of a mixture.
+    By relevance, repetition has diminishing value. If there are runs, their prediction decides, see
+    `SelectionObjective.by_runs`; the distance to its optimum is unknown, and 0 is returned.
     """
-
-    p_G: F64
-    optimum: str
-    notes: tuple[str, ...]
-    value: Callable[[F64], float]
-    gap: Callable[[F64], float]
-
-
-def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> OptimizedMixture:
-    """Return the mixture with the highest predicted change: by relevance, or by the runs, if there are any.
-
-    The model fitted to runs is a function of means over rows, so it says nothing of repetition: under a training budget
-    the mixture is optimised by relevance.
-    """
-    by_relevance = _optimize_by_relevance(objective, slices, problem)
-    if objective.train_tokens is not None or objective.run_model is None:
-        return by_relevance
-    current_G = problem.current_G
+    current_G, law = problem.current_G, objective.budget_predictor.repetition_law
+    effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
+    row_value_G = effect_G + NEW_ROW_VALUE  # of a row of each slice when it is seen for the first time: m_g + b
+    segments = _segments(law, row_value_G, problem)
+    p_G = solve(replace(problem, segments=segments))
+    if not objective.by_runs:
+        # sum_g n_g / N r(N p_g / n_g) (m_g + b)
+        value = float(row_value_G @ (current_G * law(p_G / current_G)))
+        return p_G, max(segments.value(p_G) - value, 0.0)
     p_G = frank_wolfe(
         problem,
         lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)),
-        [by_relevance.p_G, current_G],
+        [p_G, current_G],
     )
-    return replace(
-        by_relevance,
-        p_G=p_G,
-        optimum="the optimum predicted by the runs",
-        notes=("the mixture maximises the change predicted by the runs, not that by relevance",),
-        gap=lambda p_G: 0.0,
-    )
+    return p_G, 0.0
 
 
-def _optimize_by_relevance(
-    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem
-) -> OptimizedMixture:
-    """Return the optimal mixture by the effects of rows, with diminishing value of repetition."""
-    current_G = problem.current_G
-    effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
-    curves = RepetitionCurves(objective.budget_predictor.repetition_law, effect_G + NEW_ROW_VALUE, current_G)
-    segments = curves.segments(problem.low_G, problem.high_G)
-    p_G = solve(replace(problem, segments=segments))
+def _segments(law: RepetitionLaw, row_value_G: F64, problem: MixtureProblem) -> Segments:
+    """Return the value of each slice as a piecewise linear function of its share; for a convex term, its chord.
 
-    def value(p_G: F64) -> float:
-        return float(
-            objective.budget_predictor.change(slices.weights((p_G / current_G)[None]))[0] @ objective.weights_T
-        )
-
-    return OptimizedMixture(p_G, "optimal", (), value, lambda p_G: max(segments.value(p_G) - curves.value(p_G), 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class RepetitionCurves:
-    """Value of each slice as a function of its share, under the repetition law.
-
-    Attributes:
-        repetition_law: of the training budget.
-        row_value_G: value of a row of each slice when it is seen for the first time: m_g + b.
-        current_G: share of each slice in the corpus.
+    One knot is where repetition begins, as the law has a kink there.
     """
-
-    repetition_law: RepetitionLaw
-    row_value_G: F64
-    current_G: F64
-
-    def value(self, p_G: F64) -> float:
-        """Return sum_g n_g / N r(N p_g / n_g) (m_g + b)."""
-        return float(self.row_value_G @ (self.current_G * self.repetition_law(p_G / self.current_G)))
-
-    def segments(self, low_G: F64, high_G: F64) -> Segments:
-        """Return the piecewise linear approximation on the bounds; for a convex term, its chord.
-
-        One knot is where repetition begins, as the law has a kink there.
-        """
-        steps = np.linspace(0.0, 1.0, SEGMENTS)
-        # share at which every row of the slice is seen once
-        once_G1 = np.clip(self.current_G / max(self.repetition_law.epochs or 1.0, TINY), low_G, high_G)[:, None]
-        knots_GK = np.sort(
-            np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1
-        )
-        value_GK = (self.row_value_G * self.current_G)[:, None] * self.repetition_law(
-            knots_GK / self.current_G[:, None]
-        )
-        position_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
-        chord_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * position_GK
-        return Segments(knots_GK, np.where(self.row_value_G[:, None] < 0, chord_GK, value_GK))
+    low_G, high_G, current_G = problem.low_G, problem.high_G, problem.current_G
+    steps = np.linspace(0.0, 1.0, SEGMENTS)
+    # share at which every row of the slice is seen once
+    once_G1 = np.clip(current_G / max(law.epochs or 1.0, TINY), low_G, high_G)[:, None]
+    knots_GK = np.sort(np.concatenate([low_G[:, None] + (high_G - low_G)[:, None] * steps, once_G1], axis=1), axis=1)
+    value_GK = (row_value_G * current_G)[:, None] * law(knots_GK / current_G[:, None])
+    position_GK = np.divide(knots_GK - knots_GK[:, :1], np.maximum(high_G - low_G, TINY)[:, None])
+    chord_GK = value_GK[:, :1] + (value_GK[:, -1:] - value_GK[:, :1]) * position_GK
+    return Segments(knots_GK, np.where(row_value_G[:, None] < 0, chord_GK, value_GK))
 
 
 def _bounds(
     slices: LabelSlices,
-    floors: Bounds,
-    caps: Bounds,
+    floor: str | Sequence[str],
+    cap: str | Sequence[str],
     max_repeat: float,
     epochs: float,
     distance: float | None,
 ) -> tuple[F64, F64]:
-    """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values.
-
-    Raises:
-        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds and the
-            distance; the message lists the conflicts.
-    """
+    """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values."""
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
     requested = [
-        shares_by_value(bounds, flag, slices.label, names, slices.n_grouped)
-        for flag, bounds in (("floor", floors), ("cap", caps))
+        parse_shares(texts, flag, slices.label, names, slices.n_grouped)
+        for flag, texts in (("floor", floor), ("cap", cap))
     ]
     floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound

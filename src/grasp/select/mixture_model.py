@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
-from grasp.results import Result
+from grasp.results import Result, first_notes
 from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
@@ -115,7 +115,7 @@ class MixtureModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the predictions, for display."""
+        """Notes on the predictions, for display; the first says what the intervals are."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
         notes = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}", *constant_note(self.constant)
         n_runs, n_values = self.share_RG.shape
@@ -213,6 +213,26 @@ class MixtureModel:
         return np.asarray(line_BG[int(np.argmax(suffices_B))]) if suffices_B.any() else None
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class RunsMixture(Result):
+    """The optimal mixture, and what the model predicts for it and for the best run.
+
+    Attributes:
+        predictions: columns mixture, metric, expected, low, high, measured; measured is null for a mixture that was not
+            trained.
+    """
+
+    predictions: pa.Table
+
+    def _below(self) -> Sequence[str]:
+        lines = [
+            f"{line['metric']}: {line['mixture']}, predicted {line['expected']:.4g} ({line['low']:.4g} to "
+            f"{line['high']:.4g})" + ("" if line["measured"] is None else f", measured {line['measured']:.4g}")
+            for line in self.predictions.to_pylist()
+        ]
+        return [*lines, *first_notes(self.notes)]
+
+
 def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
     """Predict the metrics of mixtures from training runs alone, without an artifact.
 
@@ -242,8 +262,9 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         shares = ", ".join(f"{model.table.values[g]} {run_G[g]:.0%}" for g in np.argsort(-run_G)[:SHARES_SHOWN])
         more = f" and {len(run_G) - SHARES_SHOWN} more" if len(run_G) > SHARES_SHOWN else ""
         notes.append(f"a run that would allow a prediction of {names[b]}: {shares}{more}")
-    headline = f"{len(names):,} mixture{'s' * (len(names) != 1)}, predicted from {len(model.table):,} runs"
-    return Result(model.predictions_table(names, share_BG), headline, (*notes, *model.notes), signs=False)
+    intervals, *further = model.notes
+    headline = f"{len(names):,} mixture{'s' * (len(names) != 1)}, predicted from {len(model.table):,} runs; {intervals}"
+    return Result(model.predictions_table(names, share_BG), headline, (*notes, *further), signs=False)
 
 
 def outside_note(
@@ -263,7 +284,7 @@ def outside_note(
 
 def mix_runs(
     runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
-) -> Result:
+) -> RunsMixture:
     """Find the mixture that maximises the mean of the metrics, from training runs alone.
 
     Metrics of different kinds, such as losses and accuracies, are divided by their standard deviation over the runs
@@ -276,7 +297,7 @@ def mix_runs(
     """
     model = MixtureModel.from_runs(runs, metric)
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
-    problem = MixtureProblem(np.zeros(len(low_G)), low_G, high_G, model.share_RG.mean(axis=0))
+    problem = MixtureProblem(low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
     expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]
@@ -290,19 +311,19 @@ def mix_runs(
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
-    measured_T = model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0)
-    measured = {name: f", measured {value:.4g}" for name, value in zip(model.table.metrics, measured_T, strict=True)}
+    predictions = model.predictions_table(
+        ["proposed mixture", f"best run {model.table.runs[r]}"], np.stack([best_G, run_G])
+    )
+    measured_T = (model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0))[model.weights_T > 0]
+    measured = pa.array([*[None] * len(measured_T), *measured_T], pa.float64())
     messages = []
-    for name, share_G, measured_of in (
-        ("proposed mixture", best_G, {}),
-        (f"best run {model.table.runs[r]}", run_G, measured),
-    ):
-        messages += [
-            f"{line['metric']}: {name}, predicted {line['expected']:.4g} ({line['low']:.4g} to {line['high']:.4g})"
-            + measured_of.get(line["metric"], "")
-            for line in model.predictions_table([name], share_G[None]).to_pylist()
-        ]
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
-    return Result(shares, headline, (*messages, *model.notes), signs=False)
+    return RunsMixture(
+        shares,
+        headline,
+        (*messages, *model.notes),
+        signs=False,
+        predictions=predictions.append_column("measured", measured),
+    )

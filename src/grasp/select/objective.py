@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pyarrow as pa
 
-from grasp.api.predict import prediction_notes
 from grasp.arrays import F64, I32, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
@@ -219,6 +218,15 @@ class SelectionObjective:
             artifact, predictor, budget_predictor, weights_T, effect_N, tokens_N, train_tokens, run_model, cautious
         )
 
+    @property
+    def by_runs(self) -> bool:
+        """Return whether to maximise the change that the runs predict, instead of that by relevance.
+
+        The model fitted to runs is a function of means over rows, so it says nothing of repetition: under a training
+        budget, relevance decides.
+        """
+        return self.run_model is not None and self.train_tokens is None
+
     def value(self, sums: SubsetSums) -> F64:
         """Return the weighted change of subsets, (B,), reduced by repetition under a training budget.
 
@@ -275,22 +283,6 @@ class SelectionObjective:
         reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
         return pa.table(columns), (*interval_notes, *reliability_notes)
 
-    @property
-    def provenance(self) -> tuple[str, ...]:
-        """Return notes on the predictor, its runs, unit and protocol."""
-        return prediction_notes(self.predictor, self.run_model)
-
-    def result_fields(self, changes: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of an `OptimizationResult` that do not depend on its kind."""
-        return {
-            "targets": changes,
-            "value": value,
-            "unit": self.predictor.unit,
-            "params": params,
-            "protocol": self.predictor.protocol,
-            "artifact": self.artifact,
-        }
-
 
 def ranking_protocol(
     artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None
@@ -346,11 +338,7 @@ def weighted_targets(
 
 
 def _parse_weighted_names(text: str, artifact_targets: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written.
-
-    Raises:
-        SettingsError: the text has another form.
-    """
+    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written."""
     # longest first, since one name may be a prefix of another
     known_names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
     # groups: a name of the artifact, which may contain a comma or =; any other name; and a weight

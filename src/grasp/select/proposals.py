@@ -31,9 +31,9 @@ from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA, RunTable
+from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA
 from grasp.seeds import stream
-from grasp.select.budget import parse_bounds, parse_tokens, shares_by_value
+from grasp.select.budget import parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
 from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 
@@ -125,7 +125,14 @@ def propose_runs(
     share_KG = share_CG[selected_K]
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
-        _write_as_subsets(model.table, names, share_KG, artifact.files, Path(subsets))
+        # as row weights, which `grasp retrain` trains on
+        k, g = (index.ravel() for index in np.indices(share_KG.shape))
+        shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
+        trained = pa.table([pa.array(column) for column in shares], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+        files = artifact.files
+        blocks, _ = row_weights(replace(model.table, trained=trained), files)
+        corpus = files.manifest.fingerprints.get("corpus", "")
+        write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
@@ -140,25 +147,8 @@ def propose_runs(
     )
 
 
-def _write_as_subsets(
-    table: RunTable, names: Sequence[str], share_KG: F64, artifact: ArtifactReader, path: Path
-) -> None:
-    """Write mixtures as row weights, which `grasp retrain` trains on."""
-    k, g = (index.ravel() for index in np.indices(share_KG.shape))
-    columns = [np.array(names, object)[k], np.array(table.values, object)[g], share_KG.ravel()]
-    trained = pa.table([pa.array(column) for column in columns], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
-    blocks, _ = row_weights(replace(table, trained=trained), artifact)
-    corpus = artifact.manifest.fingerprints.get("corpus", "")
-    write_subsets(path, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True, corpus=corpus)
-
-
 def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64, share_CG: F64) -> list[str]:
-    """Return notes that name the proposals without a prediction, and those with a low predicted mean.
-
-    Args:
-        share_KG: proposed mixtures.
-        share_CG: all candidates.
-    """
+    """Return notes that name the proposals without a prediction, and those with a low predicted mean."""
     has_prediction_K = model.has_prediction(share_KG)
     notes = outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)
@@ -231,8 +221,7 @@ def share_bounds(
         SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
     """
     floor_G, cap_G = (
-        shares_by_value(parse_bounds(texts, flag), flag, label or "mixture", values)
-        for flag, texts in (("floor", floor), ("cap", cap))
+        parse_shares(texts, flag, label or "mixture", values) for flag, texts in (("floor", floor), ("cap", cap))
     )
     low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
     problems = [

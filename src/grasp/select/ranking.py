@@ -11,7 +11,8 @@ n swaps.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -20,7 +21,7 @@ from grasp.arrays import F64, I64, Bool
 from grasp.artifact.rows import ranked
 from grasp.errors import SettingsError
 from grasp.predict.weights import Weights, mask_of, single_subset
-from grasp.select.budget import OPTIMAL_NOTE, Amount, Constraints, best_items, take_within_budget
+from grasp.select.budget import OPTIMAL_NOTE, Amount, Bounds, Constraints, take_within_budget
 from grasp.select.items import Items
 from grasp.select.objective import SelectionObjective
 from grasp.select.selection import Curve
@@ -37,37 +38,44 @@ MAX_ASCENT_STEPS = 20
 MIN_RELATIVE_GAIN = 0.01  # stop the ascent if a step gains less than this share of the gain so far
 
 
-def select_by_rank(
-    objective: SelectionObjective, items: Items, constraints: Constraints, *, by_runs: bool
-) -> tuple[I64, I64, str]:
-    """Select the items with the highest scores, subject to the constraints.
+@dataclass(frozen=True, slots=True)
+class SelectedItems:
+    """Selected rows or whole documents.
 
-    Args:
-        by_runs: score items by the model that is fitted to runs, instead of their effects.
-    Returns:
-        Indices of the selected items, best first; indices of all ranked items, the selected ones first, or only of
-        these if there are floors or caps; and what is known of the optimality.
+    Attributes:
+        items: all items of the corpus.
+        constraints: constraints that the selection meets.
+        item_index_P: indices of the selected items, best first.
+        row_index: indices of the selected rows, best first.
+        ranked_rows: the selected rows, followed by those that a larger budget would add; without these if there are
+            floors or caps.
+        guarantee: what is known of the optimality.
     """
-    if by_runs:
+
+    items: Items
+    constraints: Constraints
+    item_index_P: I64
+    row_index: I64
+    ranked_rows: I64
+    guarantee: str
+
+
+def select_by_rank(objective: SelectionObjective, items: Items, constraints: Constraints) -> SelectedItems:
+    """Select the items with the highest scores, subject to the constraints."""
+    score_M, guarantee = items.effect_M, OPTIMAL_NOTE
+    if objective.by_runs:
         score_M, guarantee = _scores_by_runs(objective, items, constraints)
-    else:
-        score_M = items.effect_M
-        guarantee = ""  # depends on the selection; see below
     all_P = ranked(score_M, among_N=items.allowed_M)
     selected_P = order_P = take_within_budget(all_P, constraints)
     if not constraints.has_label_constraints:
         order_P = np.concatenate([selected_P, all_P[~mask_of(selected_P, len(score_M))[all_P]]])
-    return selected_P, order_P, guarantee or _guarantee(items, constraints, selected_P)
-
-
-def _guarantee(items: Items, constraints: Constraints, selected_P: I64) -> str:
-    """Return what is known of the optimality of a selection by effects."""
-    if items.are_documents:
+    if not objective.by_runs and items.kind == "documents":
         until = ", until no further one fits" if constraints.costs_differ else ""
-        return f"whole documents, by the mean effect of their rows{until}"
-    if constraints.unit == "tokens":
-        return token_guarantee(items.effect_M, selected_P, constraints)
-    return OPTIMAL_NOTE
+        guarantee = f"whole documents, by the mean effect of their rows{until}"
+    elif not objective.by_runs and constraints.unit == "tokens":
+        guarantee = token_guarantee(score_M, selected_P, constraints)
+    rows, ranked_rows = items.ranked_rows(selected_P), items.ranked_rows(order_P)
+    return SelectedItems(items, constraints, selected_P, rows, ranked_rows, guarantee)
 
 
 def token_guarantee(effect_M: F64, selected_P: I64, constraints: Constraints) -> str:
@@ -130,7 +138,8 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
 
 def _best_masks(score_BM: F64, constraints: Constraints) -> Bool:
     """Return the items with the highest scores that satisfy the constraints, (B, M)."""
-    return np.stack([mask_of(best_items(score_M, constraints), len(score_M)) for score_M in score_BM])
+    ranked_BP = (ranked(score_M, among_N=constraints.allowed_M) for score_M in score_BM)
+    return np.stack([mask_of(take_within_budget(order_P, constraints), score_BM.shape[1]) for order_P in ranked_BP])
 
 
 def _scores_towards_corner(gradient_M: F64, selected_M: Bool, corner_M: Bool) -> F64:
@@ -180,16 +189,11 @@ def _values_of_prefixes(objective: SelectionObjective, items: Items, ranked_rows
     return Curve(*(tuple(column.tolist()) for column in columns))
 
 
-def best_budget(
-    objective: SelectionObjective, items: Items, build_constraints: Callable[[Amount], Constraints] | None
-) -> int:
+def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, caps: Bounds) -> int:
     """Return the number of rows with the highest value for the training budget.
 
     The search refines a grid of numbers of items around its best point until it is exact, or accurate to 0.5 % with
     floors and caps.
-
-    Args:
-        build_constraints: constraints for a budget; None: there are no floors and caps.
 
     Raises:
         SettingsError: no budget satisfies the floors and caps.
@@ -199,25 +203,27 @@ def best_budget(
     n_rows_P = np.arange(1, len(order_P) + 1) if items.rows_M is None else np.cumsum(items.rows_M[order_P])
     errors: list[SettingsError] = []
 
-    def constrained_value(n_rows: int, build: Callable[[Amount], Constraints]) -> float:
+    def constrained_value(n_rows: int) -> float:
         try:
-            selected_P = take_within_budget(order_P, build(Amount(float(n_rows), False)))
+            constraints = Constraints.from_budget(Amount(float(n_rows), False), items, floors, caps)
         except SettingsError as err:
             errors.append(err)
             return -np.inf
-        weights = single_subset("budget", mask_of(items.ranked_rows(selected_P), items.n_rows)).weights
+        rows = items.ranked_rows(take_within_budget(order_P, constraints))
+        weights = single_subset("budget", mask_of(rows, items.n_rows)).weights
         return float(objective.value(objective.predictor.sums(weights))[0])
 
     n_sizes, tolerance = PREFIX_GRID, PREFIX_TOLERANCE
-    if build_constraints is not None:
+    if floors or caps:
         n_sizes, tolerance = CONSTRAINED_GRID, CONSTRAINED_TOLERANCE
     sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
     while True:
         sizes_in_rows = n_rows_P[sizes - 1].tolist()
-        if build_constraints is None:
-            values: Sequence[float] = _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        values: Sequence[float]
+        if floors or caps:
+            values = [constrained_value(n_rows) for n_rows in sizes_in_rows]
         else:
-            values = [constrained_value(n_rows, build_constraints) for n_rows in sizes_in_rows]
+            values = _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
         best = int(np.argmax(values))
         low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
         is_exact = len(sizes) == sizes[-1] - sizes[0] + 1  # every size of the interval was tried

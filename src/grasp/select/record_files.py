@@ -1,6 +1,8 @@
-"""Write the records of an export as files: Parquet, JSON lines, a JSON array, CSV, TSV, or a `datasets` directory.
+"""Write records as a corpus: Parquet, JSON lines, a JSON array, CSV, TSV, or a `datasets` directory.
 
-Text files are compressed like those of the corpus. Start with `FileFormat` and `write_records`.
+Text files are compressed like those of the corpus. A corpus is a directory of files, which `datasets.load_dataset` and
+`grasp build` read, or one that `datasets.load_from_disk` reads. It contains `_manifest.yaml` with the arguments, the
+counts and a checksum of each file. Start with `write_corpus`.
 """
 
 import csv
@@ -9,13 +11,13 @@ import lzma
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from math import isnan
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,14 +28,15 @@ from grasp.corpus.sources import ArrowChunk, FileSource, PartOfSource, Source, p
 from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, file_type, is_json_array
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
-from grasp.files import discard
+from grasp.files import atomic_path, check_directory, discard, entry_of
 from grasp.select.export_tables import schema_of_file, table_of_records, unify_schemas
 from grasp.text import json_text
+from grasp.yaml_files import write_yaml
 
 Kind = Literal["parquet", "jsonl", "json", "csv", "tsv", "datasets"]
 SOURCE = "source"  # the format of the corpus
-TABLE_KINDS = ("parquet", "datasets")
 Item: TypeAlias = pa.Table | dict[str, Any]  # a table of rows, or a JSON record
+MANIFEST = "_manifest.yaml"  # `datasets` reads any .json as data, and Arrow any file without a leading underscore
 
 SHARD_RECORDS = 50_000
 SHARD_CHARS = 64 << 20  # characters of JSON records that are buffered before they become a table
@@ -56,13 +59,10 @@ class ShardSize:
             SettingsError: anything else.
         """
         match = _SIZE.fullmatch(str(text).strip().replace(",", "").replace("_", ""))
-        if match is None or float(match["number"]) * _UNITS[match["unit"].upper()] < 1:
+        amount = 0 if match is None else int(float(match["number"]) * _UNITS[match["unit"].upper()])
+        if match is None or amount < 1:
             raise SettingsError(f"shard_size: got {text!r}, expected a size such as 256MB, or a number of records")
-        amount = int(float(match["number"]) * _UNITS[match["unit"].upper()])
-        return cls(records=amount) if not match["unit"] else cls(sys.maxsize, amount)
-
-
-DEFAULT_SIZE = ShardSize()
+        return cls(sys.maxsize, amount) if match["unit"] else cls(records=amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +85,80 @@ class FileFormat:
         """
         if text not in (SOURCE, *get_args(Kind)):
             raise SettingsError(f"format: got {text!r}, expected one of {', '.join((SOURCE, *get_args(Kind)))}")
-        original = _format_of(source)
-        kind = original.kind if text == SOURCE else cast(Kind, text)
-        return cls(kind, "" if kind in TABLE_KINDS else original.compression)
-
-    @property
-    def suffix(self) -> str:
-        """Return the suffix of its files."""
-        return f".{self.kind}{self.compression}"
-
-
-def _format_of(source: Source) -> FileFormat:
-    """Return the format of the first file of a source."""
-    source = source.whole if isinstance(source, PartOfSource) else source
-    if not isinstance(source, FileSource):
-        return FileFormat("datasets")
-    name, path = source.files[0]
-    kind, compression = file_type(name)
-    if kind == "json":
-        with source.fs.open(path, "rb") as handle:
-            kind = "json" if is_json_array(handle, name) else "jsonl"
-    return FileFormat(cast(Kind, kind), compression)
+        source = source.whole if isinstance(source, PartOfSource) else source
+        kind, compression = "datasets", ""
+        if isinstance(source, FileSource):  # the format of its first file
+            name, path = source.files[0]
+            kind, compression = file_type(name)
+            if kind == "json":
+                with source.fs.open(path, "rb") as handle:
+                    kind = "json" if is_json_array(handle, name) else "jsonl"
+        kind = kind if text == SOURCE else text
+        return cls(cast(Kind, kind), "" if kind in ("parquet", "datasets") else compression)
 
 
-def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: ShardSize) -> int:
-    """Write records to files part-00000, part-00001, ... in an existing directory, and return their number.
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Summary of a written export."""
+
+    path: Path
+    holds: str  # rows or documents
+    records: int
+    tokens: int
+    note: str = ""  # difference in tokens from the selected rows, or how a trainer reads the files
+
+    def __str__(self) -> str:
+        size = f"{self.records:,} {self.holds}, {self.tokens:,} tokens{self.note}"
+        return f"{self.path}: {size}; described in {MANIFEST}"
+
+
+def write_corpus(
+    out: Path,
+    form: FileFormat,
+    holds: str,
+    items: Iterable[Item],
+    tokens: int,
+    request: Mapping[str, Any],
+    size: ShardSize = ShardSize(),
+) -> Export:
+    """Write rows or documents to files part-00000, part-00001, ... in a directory, atomically.
+
+    The records of JSON files are written unchanged; in other formats, and if they come from tables, all records have
+    the same columns.
 
     Args:
-        items: tables or JSON records. The records of JSON files are written unchanged; in other formats, and if they
-            come from tables, all records have the same columns.
+        out: new directory.
+        form: format of the files.
+        holds: rows or documents.
+        items: tables or JSON records.
+        tokens: number of tokens in them; 0 if unknown.
+        request: arguments to record in the manifest.
+        size: maximum size of a file.
 
     Raises:
         CorpusError: a record cannot be represented in the format.
         MissingExtraError: the format is `datasets` and the library is not installed.
     """
+    check_directory(out)
+    if form.kind == "datasets":
+        require("datasets", extra="datasets", feature="writing a `datasets` directory")
+    with atomic_path(out) as part:
+        part.mkdir(parents=True)
+        n_records = _write_records(part, form, items, size)
+        contents = {
+            "holds": holds,
+            "order": "of the corpus" + ("; column `order` has the rank in the selection" if holds == "rows" else ""),
+            "records": n_records,
+            "tokens": tokens,
+            "format": form.kind,
+            "files": {file.name: entry_of(file).model_dump() for file in sorted(part.iterdir())},
+        }
+        write_yaml({**request, **contents}, part / MANIFEST)
+    return Export(out, holds, n_records, tokens)
+
+
+def _write_records(out: Path, form: FileFormat, items: Iterable[Item], size: ShardSize) -> int:
+    """Write records to files in an existing directory, and return their number."""
     items = iter(items)
     first = next(items, None)
     items = items if first is None else chain([first], items)
@@ -129,14 +169,13 @@ def write_records(out: Path, form: FileFormat, items: Iterable[Item], size: Shar
     shards.mkdir(exist_ok=True)
     tables = _write_parquet(shards, items, size if is_final else ShardSize())
     n_records: int = sum(pq.read_metadata(file).num_rows for file in tables)
-    if is_final:
-        return n_records
     if form.kind == "datasets":
         _save_as_dataset(tables, shards / "cache", out)
-    else:
+    elif not is_final:
         names = pq.read_schema(tables[0]).names if tables else []
         _write_text(out, form, _read_records(tables), size, names)
-    discard(shards)
+    if not is_final:
+        discard(shards)
     return n_records
 
 
@@ -154,25 +193,30 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
     Args:
         names: columns of CSV and TSV.
     """
-    begin, between, end = b"", b"\n", b"\n"
-    text_of: Callable[[dict[str, Any]], bytes] = _json_line
-    if form.kind == "json":
-        begin, between, end = b"[\n", b",\n", b"\n]\n"
-    elif form.kind in DELIMITER:
-        text_of = _delimited_line(DELIMITER[form.kind], tuple(names))
-        begin = text_of(dict(zip(names, names, strict=True))) + b"\n"
+    begin, between, end = (b"[\n", b",\n", b"\n]\n") if form.kind == "json" else (b"", b"\n", b"\n")
+    delimiter, names = DELIMITER.get(form.kind), tuple(names)
+    if delimiter is not None:
+        begin = _line(dict(zip(names, names, strict=True)), delimiter, names) + b"\n"
+    codec = COMPRESSION_BY_SUFFIX.get(form.compression)
+
+    def open_file(path: Path) -> Any:
+        if codec is None or codec == "xz":
+            return (lzma.open if codec else open)(path, "wb")
+        return pa.CompressedOutputStream(str(path), codec)
+
     n_records = n_files = n_in_file = n_bytes = 0
     with ExitStack() as stack:
         for record in records:
             try:
-                text = text_of(record)
+                text = _line(record, delimiter, names)
             except TypeError as err:
                 raise CorpusError(f"record {n_records:,}: {err}; not representable as JSON, write parquet") from err
             if n_files and n_in_file < size.records and n_bytes + len(between) + len(text) + len(end) <= size.n_bytes:
                 text = between + text
             else:
                 stack.close()
-                file = stack.enter_context(_open_compressed(out / f"part-{n_files:05d}{form.suffix}"))
+                path = out / f"part-{n_files:05d}.{form.kind}{form.compression}"
+                file = stack.enter_context(open_file(path))
                 stack.callback(file.write, end)
                 text, n_files, n_in_file, n_bytes = begin + text, n_files + 1, 0, 0
             file.write(text)
@@ -180,62 +224,42 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
     return n_records
 
 
-def _open_compressed(path: Path) -> Any:
-    """Open a file for writing, compressed according to its suffix."""
-    codec = COMPRESSION_BY_SUFFIX.get(path.suffix)
-    if codec is None:
-        return path.open("wb")
-    return lzma.open(path, "wb") if codec == "xz" else pa.CompressedOutputStream(str(path), codec)
-
-
-def _json_line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON without its end."""
-    return json_text(record, None, only_ascii=False).encode()
-
-
-def _delimited_line(delimiter: str, names: tuple[str, ...]) -> Callable[[dict[str, Any]], bytes]:
-    """Return a function that writes a record as a line of CSV without its end; nested values are JSON."""
-
-    def text_of(record: dict[str, Any]) -> bytes:
-        line: IO[str] = io.StringIO()
-        values = (record.get(name) for name in names)
-        csv.writer(line, delimiter=delimiter, lineterminator="").writerow(
-            json_text(value, None, only_ascii=False)
-            if isinstance(value, list | dict)
-            else None
-            if isinstance(value, float) and isnan(value)
-            else label_text(value)
-            for value in values
-        )
-        return cast(io.StringIO, line).getvalue().encode()
-
-    return text_of
+def _line(record: Mapping[str, Any], delimiter: str | None, names: Iterable[str]) -> bytes:
+    """Return a record as a line without its end: JSON or, if there is a delimiter, CSV whose nested values are JSON."""
+    if delimiter is None:
+        return json_text(record, None, only_ascii=False).encode()
+    cells: list[str | None] = []
+    for value in (record.get(name) for name in names):
+        if isinstance(value, list | dict):
+            cells.append(json_text(value, None, only_ascii=False))
+        else:
+            cells.append(None if isinstance(value, float) and isnan(value) else label_text(value))
+    line = io.StringIO()
+    csv.writer(line, delimiter=delimiter, lineterminator="").writerow(cells)
+    return line.getvalue().encode()
 
 
 def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list[Path]:
-    """Write part-00000.parquet, ..., all with one schema, and return their paths.
-
-    JSON records are buffered up to SHARD_RECORDS or SHARD_CHARS; each buffer becomes a table.
-    """
+    """Write part-00000.parquet, ..., all with one schema, and return their paths."""
     writer: pq.ParquetWriter | None = None
     files: list[Path] = []
     n_in_file = n_bytes = 0
     with ExitStack() as stack:
         for table in _batch_tables(items):
-            start, schema = 0, schema_of_file(table.schema)
-            while start < table.num_rows:
-                rest, n_records = table.slice(start), 0
+            schema = schema_of_file(table.schema)
+            while table.num_rows:
+                n_records = 0
                 if writer is not None and writer.schema.equals(schema, check_metadata=True):
-                    n_records = _n_fitting(rest, size.records - n_in_file, size.n_bytes - n_bytes)
+                    n_records = _n_fitting(table, size.records - n_in_file, size.n_bytes - n_bytes)
                 if writer is None or not n_records:
                     stack.close()
                     files.append(shards / f"part-{len(files):05d}.parquet")
                     writer = stack.enter_context(pq.ParquetWriter(files[-1], schema, compression="zstd"))
                     n_in_file = n_bytes = 0
-                    n_records = max(1, _n_fitting(rest, size.records, size.n_bytes))
-                part = rest.slice(0, n_records)
+                    n_records = max(1, _n_fitting(table, size.records, size.n_bytes))
+                part, table = table.slice(0, n_records), table.slice(n_records)  # noqa: PLW2901
                 writer.write_table(part)
-                start, n_in_file, n_bytes = start + n_records, n_in_file + n_records, n_bytes + part.nbytes
+                n_in_file, n_bytes = n_in_file + n_records, n_bytes + part.nbytes
     unify_schemas(files)
     return files
 

@@ -8,15 +8,13 @@ Shape letters: N rows, M items (rows or documents), P items in ranked order, G l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from grasp.api.predict import share_text
+from grasp.api.predict import prediction_notes, share_text
 from grasp.arrays import I64, Bool
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
@@ -35,7 +33,6 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import mask_of, single_subset
 from grasp.select.budget import (
     Amount,
-    Bounds,
     Constraints,
     load_exclusions,
     parse_bounds,
@@ -45,7 +42,7 @@ from grasp.select.budget import (
 from grasp.select.export import parse_document_rule
 from grasp.select.items import Items
 from grasp.select.objective import SelectionObjective, ranking_protocol, weighted_targets
-from grasp.select.ranking import best_budget, select_by_rank, value_curve
+from grasp.select.ranking import SelectedItems, best_budget, select_by_rank, value_curve
 from grasp.select.selection import Selection
 from grasp.text import as_names, skipped_text
 
@@ -124,9 +121,16 @@ def select(
         raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
     whole_documents |= amount is not None and amount.unit == "documents"
     objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
-    candidates = objective.effect_N, allowed_N, objective.tokens_N, labels
-    items = Items.of_documents(row_documents(artifact), *candidates) if whole_documents else Items.of_rows(*candidates)
-    selected = _select_items(objective, items, amount, floors, caps)
+    items = Items.of_rows(objective.effect_N, allowed_N, objective.tokens_N, labels)
+    if whole_documents:
+        items = items.as_documents(row_documents(artifact))
+    notes = [*protocol_notes, *excluded_notes]
+    if amount is None:
+        amount = Amount(best_budget(objective, items, floors, caps), False)
+        notes.append(f"budget: {amount.value:,.0f} rows, the optimum for the training budget")
+    else:
+        notes += _percentage_note(amount, artifact.n_rows)
+    selected = select_by_rank(objective, items, Constraints.from_budget(amount, items, floors, caps))
     params = {
         "budget": budget,
         "targets": dict(targets),
@@ -140,31 +144,20 @@ def select(
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    notes = [*protocol_notes, *excluded_notes, *selected.notes]
-    notes += [] if amount is None else _percentage_note(amount, artifact.n_rows)
     notes += [labels.note] if labels is not None and labels.note else []
     return _build_selection(objective, selected, labels, params, notes, export_documents=documents is not None)
 
 
 def _build_selection(
     objective: SelectionObjective,
-    selected: "_SelectedItems",
+    selected: SelectedItems,
     labels: LabelColumn | None,
     params: Mapping[str, Any],
     notes: Sequence[str],
     *,
     export_documents: bool,
 ) -> Selection:
-    """Predict the change of the selected items, and return the result with its tables and notes.
-
-    Args:
-        objective: objective of the selection.
-        selected: selected rows or documents.
-        labels: label that floors and caps refer to.
-        params: arguments of the call.
-        notes: notes on candidates and budget.
-        export_documents: documents are exported whole.
-    """
+    """Predict the change of the selected items, and return the result with its tables and notes."""
     artifact, tokens, row_index = objective.artifact, objective.train_tokens, selected.row_index
     selected_N = mask_of(row_index, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
@@ -172,7 +165,13 @@ def _build_selection(
     sums = objective.predictor.sums(weights)
     n_tokens, value = int(objective.tokens_N[row_index].sum()), float(objective.value(sums)[0])
     table = _row_table(objective, row_index, selected_N, labels)
-    headline = selected.headline(table, n_tokens)
+    constraints = selected.constraints
+    used = int(constraints.cost_M[selected.item_index_P].sum())
+    headline = f"{share_text(len(row_index), artifact.n_rows)}, {n_tokens:,} tokens"
+    if selected.items.kind == "documents":
+        headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
+    if used < (1 - UNUSED_SHARE) * constraints.budget:
+        headline += f"; only {used:,} of the requested {constraints.budget:,} {constraints.unit}"
     value_notes: list[str] = []
     if tokens is not None:
         (factor,) = sums.repetition_factor(objective.budget_predictor.repetition_law)
@@ -181,14 +180,25 @@ def _build_selection(
             f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
             "many new rows"
         )
-    selection_notes = _selection_notes(objective, selected, export_documents=export_documents)
+    selection_notes = _selection_notes(objective, selected, used, export_documents=export_documents)
     return Selection(
         table,
         f"keeps {headline}",
-        (*value_notes, *change_notes, *notes, *selection_notes, *objective.provenance),
-        **objective.result_fields(changes, value, params),
+        (
+            *value_notes,
+            *change_notes,
+            *notes,
+            *selection_notes,
+            *prediction_notes(objective.predictor, objective.run_model),
+        ),
+        targets=changes,
+        value=value,
+        unit=objective.predictor.unit,
+        params=params,
+        protocol=objective.predictor.protocol,
+        artifact=artifact,
         curve=value_curve(objective, selected.items, selected.ranked_rows, len(row_index)),
-        labels=None if labels is None else _label_table(selected.constraints, selected.item_index_P),
+        labels=None if labels is None else _label_table(constraints, selected.item_index_P),
         guarantee=selected.guarantee,
         row_index=row_index,
         n_tokens=n_tokens,
@@ -226,86 +236,6 @@ def _allowed_rows(
     return allowed_N, [*notes, f"leaks: excludes {len(leaked):,} rows that contain questions of {', '.join(targets)}"]
 
 
-# --------------------------------------------------------------------------------------------------- selection
-
-
-@dataclass(frozen=True, slots=True)
-class _SelectedItems:
-    """Selected items, which are rows or whole documents.
-
-    Attributes:
-        items: all items of the corpus.
-        constraints: constraints that the selection meets.
-        item_index_P: indices of the selected items, best first.
-        row_index: indices of the selected rows, best first.
-        guarantee: statement on optimality, for the output.
-        ranked_rows: the selected rows, followed by those that a larger budget would add, if they are known.
-        notes: notes on the budget.
-    """
-
-    items: Items
-    constraints: Constraints
-    item_index_P: I64
-    row_index: I64
-    guarantee: str
-    ranked_rows: I64
-    notes: tuple[str, ...]
-
-    @property
-    def used(self) -> int:
-        """Return the total cost of the selected items, in the unit of the budget."""
-        return int(self.constraints.cost_M[self.item_index_P].sum())
-
-    def headline(self, table: pa.Table, n_tokens: int) -> str:
-        """Return how many rows, documents and tokens are selected, and whether the budget is used up."""
-        constraints = self.constraints
-        text = f"{share_text(len(self.row_index), self.items.n_rows)}, {n_tokens:,} tokens"
-        if self.items.are_documents:
-            text = f"{len(table['doc_id'].unique()):,} documents: {text}"
-        if self.used < (1 - UNUSED_SHARE) * constraints.budget:
-            text += f"; only {self.used:,} of the requested {constraints.budget:,} {constraints.unit}"
-        return text
-
-
-def _select_items(
-    objective: SelectionObjective,
-    items: Items,
-    amount: Amount | None,
-    floors: Bounds,
-    caps: Bounds,
-) -> _SelectedItems:
-    """Select the best items within the budget.
-
-    Args:
-        objective: objective of the selection.
-        items: rows or documents to select.
-        amount: budget; None: the optimum for the training budget.
-        floors: minimum amount of each label value.
-        caps: maximum amount of each label value.
-    Raises:
-        SettingsError: the budget cannot be met.
-    """
-    # The model fitted to runs is a function of means over the selected rows, so it says nothing of repetition.
-    by_runs = objective.run_model is not None and objective.train_tokens is None
-    build_constraints = partial(
-        Constraints.from_budget,
-        allowed_M=items.allowed_M,
-        tokens_M=items.tokens_M,
-        rows_M=items.rows_M,
-        labels=items.labels,
-        floors=floors,
-        caps=caps,
-    )
-    notes: tuple[str, ...] = ()
-    if amount is None:
-        amount = Amount(best_budget(objective, items, build_constraints if floors or caps else None), False)
-        notes = (f"budget: {amount.value:,.0f} rows, the optimum for the training budget",)
-    constraints = build_constraints(amount)
-    selected_P, order_P, guarantee = select_by_rank(objective, items, constraints, by_runs=by_runs)
-    rows, ranked_rows = items.ranked_rows(selected_P), items.ranked_rows(order_P)
-    return _SelectedItems(items, constraints, selected_P, rows, guarantee, ranked_rows, notes)
-
-
 def _row_table(objective: SelectionObjective, row_index: I64, selected_N: Bool, labels: LabelColumn | None) -> pa.Table:
     """Return subset_id, row_id, doc_id, order, effect, n_tokens[, label] of the selected rows, best first.
 
@@ -337,19 +267,17 @@ def _percentage_note(amount: Amount, n_rows: int) -> list[str]:
     return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
 
 
-def _selection_notes(objective: SelectionObjective, selected: _SelectedItems, *, export_documents: bool) -> list[str]:
-    """Return notes on the candidates, the rows that are not selected, short rows, partial documents and skipped text.
-
-    Args:
-        export_documents: documents are exported whole, so partially selected ones need no note.
-    """
+def _selection_notes(
+    objective: SelectionObjective, selected: SelectedItems, used: int, *, export_documents: bool
+) -> list[str]:
+    """Return notes on candidates, rows that are not selected, short rows, partial documents and skipped text."""
     artifact, constraints = objective.artifact, selected.constraints
     kind, allowed_M, row_index = selected.items.kind, constraints.allowed_M, selected.row_index
     n_above = int((selected.items.effect_M[allowed_M] > 0).sum())
     messages = [f"{n_above:,} of the {int(allowed_M.sum()):,} candidate {kind} are above the corpus average"]
-    if selected.used < constraints.budget:
+    if used < constraints.budget:
         reason = f"no further {kind[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
-        messages.append(f"{selected.used:,} of {constraints.budget:,} {constraints.unit} are used: {reason}")
+        messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {reason}")
     dropped_N = ~mask_of(row_index, artifact.n_rows)
     if dropped_N.any():
         mean = float(objective.effect_N[dropped_N].mean())

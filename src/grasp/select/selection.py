@@ -14,8 +14,10 @@ from grasp.arrays import F64, I64
 from grasp.artifact.rows import ranked, write_ranked
 from grasp.files import check_directory
 from grasp.predict.weights import mask_of
-from grasp.select.export import Export, Exporter
+from grasp.results import first_notes
+from grasp.select.export import Exporter
 from grasp.select.objective import OptimizationResult
+from grasp.select.record_files import Export
 from grasp.text import plain, signed, text_table
 
 CURVE_SHOWN = 8  # points of the curve that are printed
@@ -144,7 +146,7 @@ class Selection(OptimizationResult):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
         if self.all_notes:
             parts += [self._shown_curve(), plain(self.guarantee)]
-        parts += map(plain, self._first_notes())
+        parts += map(plain, first_notes(self.notes))
         return "\n".join(part for part in parts if part)
 
     def _shown_curve(self) -> str:
