@@ -65,12 +65,7 @@ class Row:
 
 @dataclass(slots=True)
 class Skipped:
-    """Skipped documents, rows and parts of them: counts by reason, and the first ids and examples of each.
-
-    Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut`,
-    `cut_begin` and `cut_end` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the
-    chat template omits.
-    """
+    """Skipped documents, rows and parts of them: counts by reason (`grasp.text.SKIPPED`), first ids and examples."""
 
     counts: dict[str, int] = field(default_factory=dict)
     ids: dict[str, list[str]] = field(default_factory=dict)
@@ -242,8 +237,10 @@ class _Packer:
             self._skipped.add(reason, document.name, example)
         if document.unusable:
             return
-        if (fault := _content_fault(document, tokens)) is not None:
-            self._skipped.add(fault, document.name, document.location)
+        has_tokens = tokens is not None and len(tokens.ids) > tokens.n_prefix
+        if not (has_tokens if document.input_ids is None else len(document.input_ids)):
+            is_space = document.input_ids is None and tokens is None and bool(document.text)
+            self._skipped.add("whitespace" if is_space else "empty", document.name, document.location)
             return
         whole = self._whole_document(document, tokens)
         if document.rejected is not None:
@@ -382,6 +379,14 @@ class _Packer:
         if len(ids) < MIN_ROW_TOKENS:
             self._skipped.add("one_token", row_id)
             return
+        text, n_chars = "", self._settings.snippet_chars
+        if n_chars and piece.span is None:  # no text, or a part of one whose tokenizer reports no offsets
+            (text,) = self._tokenizer.decode([piece.ids[:n_chars].tolist()])
+        elif document.conversation is not None and len(piece.ids) == piece.document_tokens:
+            text = str(document.conversation)
+        elif piece.span is not None:
+            _, begin, end = piece.span
+            text = str(document.text)[begin : min(end, begin + 4 * n_chars)]
         yield Row(
             row_id=row_id,
             doc_id=document.doc_id,
@@ -389,32 +394,9 @@ class _Packer:
             n_tokens=len(ids),
             input_ids=ids.copy(),  # not a view, which would keep the tokens of the whole document in memory
             loss_mask=loss_mask,
-            snippet=self._snippet(piece),
+            snippet=" ".join(text[: 4 * n_chars].split())[:n_chars],
             labels=document.labels,
             ignored=document.ignored,
             next_cursor=next_cursor,
             span=piece.span,
         )
-
-    def _snippet(self, piece: _Piece) -> str:
-        """Return the beginning of the text of a piece for display, with white space folded."""
-        n_chars, document = self._settings.snippet_chars, piece.document
-        if not n_chars:
-            return ""
-        if piece.span is None:  # no text, or a part of one whose tokenizer reports no offsets
-            (text,) = self._tokenizer.decode([piece.ids[:n_chars].tolist()])
-        elif document.conversation is not None and len(piece.ids) == piece.document_tokens:
-            text = str(document.conversation)
-        else:
-            _, begin, end = piece.span
-            text = str(document.text)[begin : min(end, begin + 4 * n_chars)]
-        return " ".join(text[: 4 * n_chars].split())[:n_chars]
-
-
-def _content_fault(document: Document, tokens: TokenizedText | None) -> str | None:
-    """Return why a document has no tokens for a row, a key of `grasp.text.SKIPPED`; None if it has some."""
-    if document.input_ids is not None:
-        return None if len(document.input_ids) else "empty"
-    if tokens is not None and len(tokens.ids) > tokens.n_prefix:
-        return None
-    return "whitespace" if document.text and tokens is None else "empty"

@@ -61,7 +61,7 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
         stream = _open_decompressed(handle, name)
         if is_delimited(name):
             yield from _read_delimited(stream, name, skip)
-        elif file_type(name)[0] == "json" and _begins_with_bracket(stream):
+        elif _begins_with_bracket(stream):
             yield from _read_json_array(stream, name, skip)
         else:
             yield from json_lines(stream, name, skip)

@@ -26,7 +26,6 @@ from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import Unit, UnitSet
-from grasp.text import parse_json
 
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
@@ -102,10 +101,11 @@ def _load_name(
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
-            unread = iter(_read_json_list(file) or read_records(file, field="targets.names"))
+            unread = read_records(file, field="targets.names")
             first_records = list(islice(unread, 1))  # [] if there are no records
             records = chain(first_records, unread)
-            if first_records and is_weight(first_records[0][1]):
+            fields = first_records[0][1].keys() if first_records else ()
+            if "weight" in fields and {"unit_id", "weight", "target"}.issuperset(fields):  # of a user-defined metric
                 weight_files.append((target_name(file), records))
                 continue
             units = units_from_records(records, target_name(file), settings.loss_on)
@@ -175,11 +175,6 @@ def _is_excluded(unit_id: str, excluded: frozenset[str]) -> bool:
 
 
 # -------------------------------------------------------------------------------------------- user-defined metrics
-
-
-def is_weight(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is the weight of a unit in a user-defined metric."""
-    return "weight" in record and record.keys() <= {"unit_id", "weight", "target"}
 
 
 def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
@@ -285,19 +280,3 @@ def _find_logs(directory: str) -> list[str]:
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
     return list(logs.values())
-
-
-def _read_json_list(file: str) -> Records | None:
-    """Return the records of a local file that is a JSON list of objects (older harnesses); None: it is not."""
-    if not file.endswith((".json", ".jsonl")) or not Path(file).is_file():
-        return None
-    with Path(file).open("rb") as handle:
-        if not handle.read(64).lstrip().startswith(b"["):
-            return None
-    try:
-        records = parse_json(Path(file).read_bytes())
-    except ValueError as err:
-        raise TargetError(f"{file}: not JSON: {err}; fix or regenerate the file") from err
-    if not records or not all(isinstance(record, Mapping) for record in records):
-        return None
-    return [(f"{file}: record {k}", record) for k, record in enumerate(records)]
