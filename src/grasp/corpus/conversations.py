@@ -371,7 +371,7 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
 
 
 def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
-    """Return both sides of a preference pair of chats, each with one answer after the common beginning."""
+    """Return both sides of a pair of chats, each with one answer after the common beginning."""
     sides: list[list[Any]] = []
     for name in PAIR:  # a list of turns, JSON text of one, a single turn, or the text of an answer
         side = record[name]
@@ -445,14 +445,11 @@ def parse_turns(value: Any, column: str, location: str) -> list[Any]:
                 f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
                 "write it as JSON"
             ) from err
-    if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
-        lengths = {len(part) for part in value.values()}
-        if len(lengths) == 1:
-            return [dict(zip(value, line, strict=True)) for line in zip(*value.values(), strict=True)]
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    if columns and all(isinstance(part, list) and len(part) == len(columns[0]) for part in columns):
+        return [dict(zip(value, line, strict=True)) for line in zip(*columns, strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
-        if isinstance(value, str) and JSON_TURNS.match(value):
-            kind = f"{value!r:.60}, which is not JSON"
         raise CorpusError(
             f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
@@ -594,11 +591,7 @@ NEEDED: Final = {  # columns of a form, for messages
 
 @lru_cache(maxsize=256)
 def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
-    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies.
-
-    Returns:
-        The form, or why there is none.
-    """
+    """Return a form, or why there is none: by dataset entry, templates, `corpus.form`, column, or the only one."""
     if settings.fields is not None:
         return _entry_form(names, settings.fields, settings.form)
     forms = forms_in(names)

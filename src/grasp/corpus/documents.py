@@ -24,7 +24,7 @@ from grasp.arrays import I32
 from grasp.corpus.conversations import IDS, Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value, is_delimited, one_line
+from grasp.corpus.text_files import DELIMITER, cell_value, file_type, one_line
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -101,7 +101,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             doc_id = label_text(values.get(DOC_ID_COLUMN))
             if doc_id is None:  # the id of a record identifies its document
                 doc_id = row_id
-            only_text = isinstance(chunk, JsonRecord) and is_delimited(chunk.name)
+            only_text = isinstance(chunk, JsonRecord) and file_type(chunk.name)[0] in DELIMITER
             labels: dict[str, Label] = dict(file_labels)
             # Labels of nested fields that have the name of a column, as in {"a": {"b": 1}, "a.b": 2}. The column takes
             # precedence if it has a value: label a.b is 2 here, and 1 if the column is null.

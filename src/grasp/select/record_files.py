@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from grasp.corpus.documents import records_in
 from grasp.corpus.labels import label_text
 from grasp.corpus.sources import ArrowChunk, FileSource, PartOfSource, Source, parquet_batches
-from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, file_type, is_json_array
+from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, begins_with_bracket, file_type, open_decompressed
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import discard
@@ -104,7 +104,7 @@ def _format_of(source: Source) -> FileFormat:
     kind, compression = file_type(name)
     if kind == "json":
         with source.fs.open(path, "rb") as handle:
-            kind = "json" if is_json_array(handle, name) else "jsonl"
+            kind = "json" if begins_with_bracket(open_decompressed(handle, name)) else "jsonl"
     return FileFormat(cast(Kind, kind), compression)
 
 
