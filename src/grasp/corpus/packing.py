@@ -114,7 +114,11 @@ def pack(
     for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
         sides = [side for document in batch for side in (document, document.rejected) if side is not None]
         with_text = [side for side in sides if side.needs_tokenizer]
-        encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
+        texts = []
+        for side in with_text:
+            kind: Literal["text", "pair", "chat"] = "text" if side.answers is None else "pair"
+            texts.append(ModelText(str(side.text), side.answers, kind if side.conversation is None else "chat"))
+        encoded = encode_texts(texts, tokenizer)
         tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
         for document in batch:  # `rejected` is None unless it is a preference pair
             yield from packer.rows_of(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
@@ -173,12 +177,6 @@ def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) 
         return document
     answers = ((0, len(text)),) if loss_on == "all" else loss_spans
     return replace(document, text=text, answers=answers, left_out=left_out)
-
-
-def model_text(document: Document) -> ModelText:
-    """Return the text of a rendered document, for `encode_texts`."""
-    kind: Literal["text", "pair", "chat"] = "text" if document.answers is None else "pair"
-    return ModelText(str(document.text), document.answers, "chat" if document.conversation is not None else kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +240,22 @@ class _Packer:
             is_space = document.input_ids is None and tokens is None and bool(document.text)
             self._skipped.add("whitespace" if is_space else "empty", document.name, document.location)
             return
-        whole = self._whole_document(document, tokens)
+        sides = [self._whole_document(document, tokens)]
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
-            else:
-                yield from self._pack_preference_pair(whole, self._whole_document(document.rejected, rejected))
-        elif whole.loss_mask is not None:
-            yield from self._pack_answers(whole)
-        else:
-            yield from self._split_document(whole)
+                return
+            sides.append(self._whole_document(document.rejected, rejected))
+        if sides[0].loss_mask is None:
+            yield from self._split_document(sides[0])
+            return
+        for whole in sides:
+            assert whole.loss_mask is not None
+            whole.loss_mask[:1] = False  # nothing predicts the first token
+            if not whole.loss_mask.any():
+                self._skipped.add("no_loss", document.name, document.location)
+                return
+        yield from self._pack_answers(sides[0]) if len(sides) == 1 else self._pack_preference_pair(*sides)
 
     def _split_document(self, whole: _Piece) -> Iterator[Row]:
         """Yield a text or token ids as rows of max_length tokens; a short last row is skipped."""
@@ -310,8 +314,6 @@ class _Packer:
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
-        if not self._carries_loss(whole):
-            return
         assert whole.loss_mask is not None
         piece, loss_mask = whole, whole.loss_mask
         has_prefix = np.array_equal(whole.ids[: len(self._prefix)], self._prefix)
@@ -328,14 +330,6 @@ class _Packer:
             piece = whole.slice(start, start + capacity)
         yield from self._build_row(piece, prefix, Cursor(whole.document.index + 1))
 
-    def _carries_loss(self, whole: _Piece) -> bool:
-        """Return whether a token of a text with answers carries loss, apart from the first; skip a text without."""
-        assert whole.loss_mask is not None
-        whole.loss_mask[:1] = False  # nothing predicts the first token
-        if not whole.loss_mask.any():
-            self._skipped.add("no_loss", whole.document.name, whole.document.location)
-        return bool(whole.loss_mask.any())
-
     def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
         """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side.
 
@@ -343,8 +337,6 @@ class _Packer:
         whose prompt leaves no room for an answer is skipped.
         """
         document = chosen.document
-        if not (self._carries_loss(chosen) and self._carries_loss(rejected)):
-            return
         n_prompt_tokens = [int(np.argmax(np.asarray(whole.loss_mask))) for whole in (chosen, rejected)]
         if max(n_prompt_tokens) >= self._length:
             self._skipped.add("long_prompt", document.name, document.location)

@@ -83,11 +83,7 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
 def _load_name(
     full_name: str, settings: TargetSettings, in_memory: Sequence[Unit]
 ) -> tuple[list[Sequence[Unit]], list[tuple[str, Records]]]:
-    """Load what one of the names of the settings refers to.
-
-    Returns:
-        Units, one list per file. Files of weights, each as the name of its metric and its records.
-    """
+    """Return what a name of the settings refers to: units by file, and names and records of files of weights."""
     # an existing file may have an @ in its name
     name, metric = (full_name, None) if Path(full_name).exists() else split_metric(full_name)
     unit_lists: list[Sequence[Unit]] = []
@@ -189,16 +185,19 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     """
     metrics: dict[str, list[Unit]] = {}
     for location, record in records:
-        unit_id, weight, target = record.get("unit_id"), record.get("weight"), record.get("target") or name
-        unit = known.get(str(unit_id))
+        unit_id, target = record.get("unit_id"), record.get("target") or name
+        weight: Any = record.get("weight")
+        unit, fault = known.get(str(unit_id)), ""
         if unit is None:
             examples = ", ".join(list(known)[:3]) or "none"
-            raise TargetError(
-                f"{location}: unit_id: {unit_id!r} is not a unit of the other targets ({examples}, ...); name its "
-                "target too, e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
+            fault = (
+                f"unit_id: {unit_id!r} is not a unit of the other targets ({examples}, ...); name its target too, e.g. "
+                "--targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
-            raise TargetError(f"{location}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
+            fault = f"weight: got {weight!r}, expected a number other than 0; its sign is kept"
+        if unit is None or fault:
+            raise TargetError(f"{location}: {fault}")
         metrics.setdefault(str(target), []).append(
             replace(unit, unit_id=f"{unit_id}@{target}", target=str(target), weight=unit.weight * float(weight))
         )

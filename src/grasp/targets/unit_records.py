@@ -187,13 +187,13 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
     except CorpusError as err:
         raise TargetError(str(err)) from err
     if conversation is not None:
-        if conversation.fault is not None:
-            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
-        if form == "choices":
-            raise TargetError(
-                f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, "
-                "or remove it"
+        fault = f"{FAULTS[conversation.fault]}; fix or remove the record" if conversation.fault else ""
+        if not fault and form == "choices":
+            fault = (
+                f"system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, or remove it"
             )
+        if fault:
+            raise TargetError(f"{location}: {fault}")
         content = Content(conversation=conversation)
         last_answer = conversation.turns[conversation.answers[-1]]  # turns after it are ignored
         # the text of an answer, or its reasoning or tool calls if it has no text
@@ -204,10 +204,11 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
         fields = UnitFields.model_validate(values)
     except ValidationError as err:
         raise TargetError(describe(err, location)) from err
+    fault = ""
     if not fields.completion.strip():
-        raise TargetError(f"{location}: completion: got {fields.completion!r}, expected text to score")
-    if fields.gold is not None and fields.gold >= len(fields.choices):
-        raise TargetError(
-            f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
-        )
+        fault = f"completion: got {fields.completion!r}, expected text to score"
+    elif fields.gold is not None and fields.gold >= len(fields.choices):
+        fault = f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     return fields, content
