@@ -53,7 +53,7 @@ class ArrowChunk:
     index: int
     name: str
     first: int
-    batch: pa.RecordBatch | pa.Table
+    batch: pa.RecordBatch
     file_labels: Mapping[str, str] = field(default_factory=dict)  # what the location of the file says of its records
 
 
@@ -172,7 +172,7 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
             table = _select_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
             raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
-        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
+        return TableSource(table.data.table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files, unread = _files_of_directory(fs, root, path, split, field)
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
 
@@ -230,7 +230,7 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
         table = _select_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
         raise CorpusError(f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}") from err
-    return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
+    return TableSource(table.data.table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
 @dataclass(frozen=True)
@@ -445,7 +445,7 @@ def _refuse_duplicate_columns(names: Sequence[str], location: str) -> None:
 class TableSource:
     """A table in memory, or a memory-mapped table of `datasets`."""
 
-    table: Any  # pa.Table, or datasets.Dataset in Arrow format
+    table: pa.Table
     name: str
     file_identities: list[list[str]]  # see `identity`
 
@@ -459,14 +459,10 @@ class TableSource:
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on."""
-        in_memory = isinstance(self.table, pa.Table)
-        schema = self.table.schema if in_memory else self.table.features.arrow_schema
-        columns = list(select(schema, self.name))
-        table = self.table.select(columns) if in_memory else self.table.select_columns(columns)
-        for first in range(start, table.num_rows, BATCH_ROWS):
-            stop = first + BATCH_ROWS
-            batch = table.slice(first, BATCH_ROWS).combine_chunks() if in_memory else table[first:stop]
-            yield ArrowChunk(first, self.name, first, batch)
+        table = self.table.select(list(select(self.table.schema, self.name)))
+        for batch in table.slice(start).to_batches(max_chunksize=BATCH_ROWS):
+            yield ArrowChunk(start, self.name, start, batch)
+            start += batch.num_rows
 
 
 @dataclass(frozen=True, slots=True)

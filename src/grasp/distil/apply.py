@@ -259,7 +259,6 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             batch, form = chunk.batch, forms[chunk.name]
             column = batch.column(form.columns[0])
             if form.kind == "text" and is_text(column.type):
-                column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
                 encoded = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
             else:
                 encoded = as_bytes([text_of(form, record, location) for location, record in records_in(chunk)])

@@ -426,7 +426,7 @@ class _OtherColumns:
                 records.append({name: values[name] for name in self._names_of_others(values, chunk.location)})
             elif k + 1 == len(documents) or documents[k + 1] >= chunk.index + chunk.batch.num_rows:
                 positions = pa.array(documents[first : k + 1] - chunk.index)
-                batch = chunk.batch if isinstance(chunk.batch, pa.Table) else pa.Table.from_batches([chunk.batch])
+                batch = pa.Table.from_batches([chunk.batch])
                 yield len(positions), to_readable_table(batch.select(self._names[chunk.name])).take(positions)
                 first = k + 1
         if records:
@@ -470,7 +470,7 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
         in_chunk_M = mask_M[chunk.index : chunk.index + chunk.batch.num_rows]
         if in_chunk_M.any():
             batch = chunk.batch.slice(0, len(in_chunk_M))
-            table = batch if isinstance(batch, pa.Table) else pa.Table.from_batches([batch])
+            table = pa.Table.from_batches([batch])
             # converted first: Arrow cannot filter view types
             yield to_readable_table(table).filter(pa.array(in_chunk_M))
 
