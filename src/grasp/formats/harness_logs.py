@@ -187,27 +187,16 @@ def _require_text(text: str, location: str) -> str:
 
 @dataclass(slots=True)
 class _MultipleChoice:
-    """A document with one request per choice.
-
-    Attributes:
-        location: file and line of the record.
-        unit: the unit, without its prompt, completion and choices.
-        pairs: context and continuation of each choice.
-        target: the target, as text.
-        by_number: gold choices, as positions, if a number is a position, and any other target the text of a choice.
-        by_text: gold choices, as positions, if every target is the text of a choice.
-        predicted: the prediction of the evaluated model; None: not logged.
-        gold: position of the gold choice, which `resolve` sets.
-    """
+    """A document with one request per choice. Gold choices are positions of them."""
 
     location: str
-    unit: Unit
-    pairs: Sequence[Arguments]
+    unit: Unit  # without its prompt, completion and choices
+    pairs: Sequence[Arguments]  # context and continuation of each choice
     target: str
-    by_number: tuple[int, ...]
-    by_text: tuple[int, ...]
+    by_number: tuple[int, ...]  # gold, if a number is a position, and any other target the text of a choice
+    by_text: tuple[int, ...]  # gold, if every target is the text of a choice
     predicted: _Prediction | None
-    gold: int = -1
+    gold: int = -1  # set by `resolve`
 
     @classmethod
     def parse(
@@ -324,27 +313,16 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _P
 
 @dataclass(slots=True)
 class _Generation:
-    """A document whose answer was generated.
-
-    Attributes:
-        location: file and line of the record.
-        unit: the unit, without its completion.
-        turns: messages of a chat; the prompt of the unit is then empty. None: the prompt is a text.
-        target: the target, as text.
-        answers: correct answers, if the target is the text of a list; None: the target itself is the answer.
-        canonical: the answer that the document marks as the preferred one; None: it marks none.
-        is_quoted: whether the target looks like a list, but is a text in the document.
-        answer: the answer to score, which `resolve` sets.
-    """
+    """A document whose answer was generated."""
 
     location: str
-    unit: Unit
-    turns: list[Mapping[str, Any]] | None
+    unit: Unit  # without its completion
+    turns: list[Mapping[str, Any]] | None  # messages of a chat; None: the prompt of the unit is a text
     target: str
-    answers: tuple[str, ...] | None
-    canonical: str | None
-    is_quoted: bool
-    answer: str = ""
+    answers: tuple[str, ...] | None  # correct ones, if the target is the text of a list; None: the target is the answer
+    canonical: str | None  # the answer that the document prefers
+    is_quoted: bool  # the target looks like a list, but is a text in the document
+    answer: str = ""  # set by `resolve`
 
     @classmethod
     def parse(cls, record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
