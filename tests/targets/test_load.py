@@ -167,7 +167,7 @@ REFUSED = [
     ({**PLAIN, "unit_id": "x\ud800"}, r"unit_id: .*surrogate.*\b1\b"),
     ({**PLAIN, "task": "x\ud800"}, r"task:.*unicode"),
     (b"{bad", r"exam\.jsonl:1: .*JSON"),
-    (b'["list"]', r"exam\.jsonl:1: .*list"),
+    (b'["list"]', r"exam\.jsonl, record 1: got str"),
     (b'{"task": "\xff"}', r"exam\.jsonl:1: .*JSON"),
     (b"\n", r"exam\.jsonl: .*units"),
     (b'{"prompt": "p", "completion": "c", "unit_id": "two"}\n' * 2, r"'two'.*twice"),

@@ -230,7 +230,18 @@ class Form:
             prompt, completion = self.templates
             return _with_completion(prompt.fill(named, location), completion.fill(named, location))
         if self.kind == "instruction":
-            turns = self._instruction_turns(named, location)
+            instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
+            for name in (instruction, output, *inputs):
+                if not isinstance(named[name], str | None):
+                    raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
+            separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
+            question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
+            exchanges = [*parse_history(named.get(HISTORY), location), (question, named[output] or "")]
+            turns = [
+                {"role": role, "content": words}
+                for exchange in exchanges
+                for role, words in zip(("user", "assistant"), exchange, strict=True)
+            ]
         elif self.kind == "prompt":
             question, answer = named["prompt"], named["completion"]
             if not (isinstance(question, str) and isinstance(answer, str)):
@@ -248,21 +259,6 @@ class Form:
             turns = parse_turns(named[column], column, location)
         return Content(conversation=_build_conversation(turns, named, location))
 
-    def _instruction_turns(self, named: Mapping[str, Any], location: str) -> list[dict[str, Any]]:
-        """Return the turns of an instruction with its input, output and history."""
-        instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
-        for name in (instruction, output, *inputs):
-            if not isinstance(named[name], str | None):
-                raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
-        separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
-        question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
-        exchanges = [*parse_history(named.get(HISTORY), location), (question, named[output] or "")]
-        return [
-            {"role": role, "content": words}
-            for exchange in exchanges
-            for role, words in zip(("user", "assistant"), exchange, strict=True)
-        ]
-
 
 def _with_completion(prompt: str, completion: str) -> Content:
     """Return a prompt and its completion as one text, of which the completion carries loss."""
@@ -274,8 +270,8 @@ def _are_turns(values: Mapping[str, Any], location: str) -> bool:
     """Return whether a prompt and its answers that are texts are turns, since they have a system text."""
     if values.get("system") is not None:
         return True
-    arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
-    for name, value in (("tools", _parse_tools(values.get("tools"), location)), (TEMPLATE_ARGUMENTS, arguments)):
+    extra = _build_conversation([], values, location)
+    for name, value in (("tools", extra.tools), (TEMPLATE_ARGUMENTS, extra.template_arguments)):
         if value:
             raise CorpusError(
                 f"{location}: {name}: only a chat template reads it, but the prompt and the answers are texts; write "
@@ -290,7 +286,14 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
-    tools = _parse_tools(values.get("tools"), location)
+    # a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts
+    descriptions = _parse_list(values.get("tools"), f"{location}: tools")
+    try:
+        tools = [json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions]
+    except (ValueError, RecursionError) as err:
+        raise CorpusError(
+            f"{location}: tools: got {values['tools']!r:.60}, expected a list of JSON values: {err}"
+        ) from err
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
         is_answer = turn["role"] == "assistant"
@@ -307,8 +310,20 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
                 fault = "trained_user"
         if turn.get("tool_calls", ()) is None:
             fault = "bad_call"
-    arguments = _parse_template_arguments(values.get(TEMPLATE_ARGUMENTS), location)
-    return Conversation(tuple(turns), tools, frozenset(untrained), fault, arguments)
+    given = values.get(TEMPLATE_ARGUMENTS)
+    try:
+        parsed = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        # without null ones, which tables add
+        arguments: dict[str, Any] = plain_json(json.loads(json.dumps({**parsed})), repair=False)
+        reserved = ", ".join(sorted(RESERVED_ARGUMENTS & arguments.keys()))
+        wrong = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking" * bool(
+            reserved
+        )
+    except (TypeError, ValueError, RecursionError) as err:
+        wrong = f"got {given!r:.60}, expected a mapping of JSON values: {err}"
+    if wrong:
+        raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {wrong}")
+    return Conversation(tuple(turns), tuple(tools), frozenset(untrained), fault, arguments)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
@@ -356,8 +371,16 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
 
 
 def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
-    """Return both sides of a preference pair of chats, each with one answer after the common beginning."""
-    sides = [_parse_side(record[name], name, location) for name in PAIR]
+    """Return both sides of a pair of chats, each with one answer after the common beginning."""
+    sides: list[list[Any]] = []
+    for name in PAIR:  # a list of turns, JSON text of one, a single turn, or the text of an answer
+        side = record[name]
+        if isinstance(side, str) and not JSON_TURNS.match(side):
+            sides.append([{"role": "assistant", "content": side}])
+        elif isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
+            sides.append([side])
+        else:
+            sides.append(parse_turns(side, name, location))
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
     if not isinstance(prompt, str):
@@ -376,15 +399,6 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
     return [Content(conversation=chat) for chat in chats]
 
 
-def _parse_side(side: Any, name: str, location: str) -> list[Any]:
-    """Return the turns of a side: a list, JSON text of one, a single turn, or the text of an answer."""
-    if isinstance(side, str) and not JSON_TURNS.match(side):
-        return [{"role": "assistant", "content": side}]
-    if isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
-        return [side]
-    return parse_turns(side, name, location)
-
-
 def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
     """Return a list of items of a type, parsed if it is JSON text; null and white space are an empty list."""
     try:
@@ -396,31 +410,6 @@ def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
         kind = "a list" if of is object else "a list of objects"
         raise CorpusError(f"{location}: got {value!r:.60}, expected {kind}, or JSON of one")
     return list(items)
-
-
-def _parse_tools(tools: Any, location: str) -> tuple[Any, ...]:
-    """Return descriptions of tools from a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts."""
-    descriptions = _parse_list(tools, f"{location}: tools")
-    try:
-        return tuple(
-            json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions
-        )
-    except (ValueError, RecursionError) as err:
-        raise CorpusError(f"{location}: tools: got {tools!r:.60}, expected a list of JSON values: {err}") from err
-
-
-def _parse_template_arguments(value: Any, location: str) -> dict[str, Any]:
-    """Return the arguments that a record passes to the chat template, without null ones, which tables add."""
-    try:
-        arguments = json.loads(value) if isinstance(value, str) and value.strip() else value or {}
-        plain: dict[str, Any] = plain_json(json.loads(json.dumps({**arguments})), repair=False)
-        reserved = ", ".join(sorted(RESERVED_ARGUMENTS & plain.keys()))
-        if not reserved:
-            return plain
-        fault = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking"
-    except (TypeError, ValueError, RecursionError) as err:
-        fault = f"got {value!r:.60}, expected a mapping of JSON values: {err}"
-    raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {fault}")
 
 
 def parse_history(history: Any, location: str) -> list[tuple[str, str]]:
@@ -456,14 +445,11 @@ def parse_turns(value: Any, column: str, location: str) -> list[Any]:
                 f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
                 "write it as JSON"
             ) from err
-    if isinstance(value, Mapping) and value and all(isinstance(part, list) for part in value.values()):
-        lengths = {len(part) for part in value.values()}
-        if len(lengths) == 1:
-            return [dict(zip(value, line, strict=True)) for line in zip(*value.values(), strict=True)]
+    columns = list(value.values()) if isinstance(value, Mapping) else []
+    if columns and all(isinstance(part, list) and len(part) == len(columns[0]) for part in columns):
+        return [dict(zip(value, line, strict=True)) for line in zip(*columns, strict=True)]
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
-        if isinstance(value, str) and JSON_TURNS.match(value):
-            kind = f"{value!r:.60}, which is not JSON"
         raise CorpusError(
             f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
@@ -487,25 +473,20 @@ def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
         raise CorpusError(f"{location}{fault}")
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
+    members["tool_calls"] = _parse_list(members.get("tool_calls"), f"{location}: tool_calls", Mapping)
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
-    members["tool_calls"] = _parse_list(members.get("tool_calls"), f"{location}: tool_calls", Mapping) or (
-        _convert_function_calls(function_call) if function_call else []
-    )
+    if function_call and not members["tool_calls"]:  # one or several, or JSON text of them
+        try:
+            calls = json.loads(function_call) if isinstance(function_call, str) else function_call
+            members["tool_calls"] = [
+                {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+                for call in (calls if isinstance(calls, list) else [calls])
+            ]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            members["tool_calls"] = None  # a fault of the conversation
     if members["tool_calls"] == []:
         del members["tool_calls"]
     return {"role": standard_role, "content": content, **members}
-
-
-def _convert_function_calls(calls: Any) -> list[Any] | None:
-    """Convert function calls (one, several, or JSON text) to the form of `tool_calls`; None if invalid."""
-    try:
-        calls = json.loads(calls) if isinstance(calls, str) else calls
-        return [
-            {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
-            for call in (calls if isinstance(calls, list) else [calls])
-        ]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        return None
 
 
 def with_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
@@ -610,11 +591,7 @@ NEEDED: Final = {  # columns of a form, for messages
 
 @lru_cache(maxsize=256)
 def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
-    """Select a form: by a dataset entry, by templates, by `corpus.form`, by column, or the only one that applies.
-
-    Returns:
-        The form, or why there is none.
-    """
+    """Return a form, or why there is none: by dataset entry, templates, `corpus.form`, column, or the only one."""
     if settings.fields is not None:
         return _entry_form(names, settings.fields, settings.form)
     forms = forms_in(names)

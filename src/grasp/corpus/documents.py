@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import IDS, Content, Conversation, Span, form_of, holds_turns
+from grasp.corpus.conversations import IDS, Conversation, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value, is_delimited, one_line
+from grasp.corpus.text_files import DELIMITER, cell_value, file_type, one_line
 from grasp.corpus.values import plain_record, plain_values
 from grasp.errors import CorpusError
 from grasp.settings import CorpusSettings
@@ -101,8 +101,22 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             doc_id = label_text(values.get(DOC_ID_COLUMN))
             if doc_id is None:  # the id of a record identifies its document
                 doc_id = row_id
-            only_text = isinstance(chunk, JsonRecord) and is_delimited(chunk.name)
-            labels, without_label = _record_labels(values, roles, flattener, only_text=only_text)
+            only_text = isinstance(chunk, JsonRecord) and file_type(chunk.name)[0] in DELIMITER
+            labels: dict[str, Label] = dict(file_labels)
+            # Labels of nested fields that have the name of a column, as in {"a": {"b": 1}, "a.b": 2}. The column takes
+            # precedence if it has a value: label a.b is 2 here, and 1 if the column is null.
+            shadowed: dict[str, Label] = {}
+            without_label: set[str] = set()
+            for column, label in roles.label_by_column.items():
+                value = values.get(column)
+                if flattener.is_nested(label, value):
+                    for path, part in flattener.labels(label, value, without_label):
+                        (shadowed if path in roles.dotted_columns else labels)[path] = part
+                elif only_text and isinstance(value, str):
+                    labels[label] = cell_value(value)
+                elif column in values:  # NaN is a missing label
+                    labels[label] = None if isinstance(value, float) and math.isnan(value) else value
+            labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
             # nested values of label columns are large, and only needed for labels
             large = [name for name in roles.label_by_column if isinstance(values.get(name), list | dict)]
             yield Record(
@@ -111,34 +125,10 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 location=location,
                 row_id=row_id,
                 doc_id=doc_id,
-                labels={**file_labels, **labels},
+                labels=labels,
                 values={name: value for name, value in values.items() if name not in large},
                 ignored=tuple(sorted({*roles.ignored, *without_label})) if without_label else roles.ignored,
             )
-
-
-def _record_labels(
-    values: Mapping[str, Any], roles: _Roles, flattener: Flattener, *, only_text: bool
-) -> tuple[dict[str, Label], set[str]]:
-    """Return the labels of a record, and the names of its fields that cannot be labels.
-
-    A nested field may have the name of a column, as in ``{"a": {"b": 1}, "a.b": 2}``. The column takes precedence if it
-    has a value: label ``a.b`` is 2 here, and 1 if the column is null.
-    """
-    labels: dict[str, Label] = {}
-    shadowed: dict[str, Label] = {}  # labels of nested fields that have the name of a column
-    without_label: set[str] = set()
-    for column, label in roles.label_by_column.items():
-        value = values.get(column)
-        if flattener.is_nested(label, value):
-            for path, part in flattener.labels(label, value, without_label):
-                (shadowed if path in roles.dotted_columns else labels)[path] = part
-        elif only_text and isinstance(value, str):
-            labels[label] = cell_value(value)
-        elif column in values:  # NaN is a missing label
-            labels[label] = None if isinstance(value, float) and math.isnan(value) else value
-    labels |= {path: part for path, part in shadowed.items() if labels.get(path) is None}
-    return labels, without_label
 
 
 def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf, location: str) -> _Roles:
@@ -289,7 +279,17 @@ class Corpus:
         self.source, self.settings = source, settings
         records = read_records(source, settings, partial(content_columns, settings), 0)
         first_record = list(islice(records, 1))  # empty if the corpus is
-        self.columns = _column_roles(first_record[0], settings) if first_record else {}
+        self.columns: dict[str, str] = {}
+        for record in first_record:
+            form = form_of(record.values.keys(), settings, record.location)
+            columns: dict[str, str | None] = dict(zip(form.columns, form.sources, strict=True))
+            if form.kind == "text":
+                has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
+                text_source = columns.pop(form.columns[0])
+                columns = {"turns" if has_turns else "text": text_source, **columns}
+            row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
+            columns |= {"input_ids": IDS, "row_id": row_id, "doc_id": doc_id}
+            self.columns = {role: column for role, column in columns.items() if column in record.values and column}
         documents = _build_documents(chain(first_record, records), settings)
         self.first = list(islice(documents, FIRST_DOCUMENTS))
         self._remaining: Iterator[Document] | None = documents
@@ -316,9 +316,16 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
         ids = record.values.get(IDS)
         input_ids = None if ids is None else _token_ids(ids, record.location)
         content = form_of(record.values.keys(), settings, record.location).read(record.values, record.location)
+        if (doc_id := record.doc_id) is None:  # a hash of the content, and the position, which distinguishes duplicates
+            sides = [side for side in (content, content.rejected) if side is not None]
+            text = "".join(
+                (side.text or "") if side.conversation is None else side.conversation.content for side in sides
+            )
+            hashed = content_hash(text.encode() if input_ids is None else input_ids.astype("<i4").tobytes())
+            doc_id = f"{hashed}-{record.index}"
         document = Document(
             index=record.index,
-            doc_id=_generated_id(content, input_ids, record.index) if record.doc_id is None else record.doc_id,
+            doc_id=doc_id,
             row_id=record.row_id,
             text=content.text,
             input_ids=input_ids,
@@ -346,29 +353,6 @@ def _token_ids(ids: Any, location: str) -> I32:
             f"{location}: ids column {IDS!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null"
         )
     return array.astype(np.int32)
-
-
-def _generated_id(content: Content, input_ids: I32 | None, index: int) -> str:
-    """Return a document id: a hash of the content, and the position, which distinguishes duplicates."""
-    text = "".join(
-        (side.text or "") if side.conversation is None else side.conversation.content
-        for side in (content, content.rejected)
-        if side is not None
-    )
-    return f"{content_hash(text.encode() if input_ids is None else input_ids.astype('<i4').tobytes())}-{index}"
-
-
-def _column_roles(record: Record, settings: CorpusSettings) -> dict[str, str]:
-    """Return the columns of a record by role: content in standard names, token ids, row and document ids."""
-    form = form_of(record.values.keys(), settings, record.location)
-    content = dict(zip(form.columns, form.sources, strict=True))
-    if form.kind == "text":
-        has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
-        text_source = content.pop(form.columns[0])
-        content = {"turns": text_source, **content} if has_turns else {"text": text_source}
-    row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
-    roles = content | {"input_ids": IDS, "row_id": row_id, "doc_id": doc_id}
-    return {role: column for role, column in roles.items() if column is not None and column in record.values}
 
 
 def content_columns(settings: CorpusSettings, columns: Columns, location: str) -> tuple[str, ...]:

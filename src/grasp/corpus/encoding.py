@@ -151,25 +151,22 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
         ((prompt_end, _),) = text.loss_spans
         first = int(np.flatnonzero(mask)[0])
         if begin_L[first] < prompt_end and not text.text[begin_L[first] : prompt_end].isspace():
-            mask[: _count_prompt_tokens(text.text[:prompt_end], ids, tokenizer)] = False
+            (prompt_ids,) = tokenizer.encode([text.text[:prompt_end]])
+            mask[: min(len(prompt_ids), len(ids) - 1)] = False
     return mask
-
-
-def _count_prompt_tokens(prompt: str, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens of a prompt encoded alone, at most all but one of the text's `ids`."""
-    return min(len(tokenizer.encode([prompt])[0]), len(ids) - 1)
 
 
 def _count_tokens_before(text: ModelText, char: int, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens before a character without offsets, by encoding the text up to it."""
     prompt = text.text[:char]
     # White space at the end of a prompt may be part of the first token of its completion.
-    for candidate in (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,):
-        (before,) = tokenizer.encode([candidate])
+    candidates = (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,)
+    encoded = tokenizer.encode(candidates)
+    for before in encoded:
         if ids[: len(before)] == before:
             return len(before)
     if text.kind == "pair":
-        return _count_prompt_tokens(prompt, ids, tokenizer)
+        return min(len(encoded[0]), len(ids) - 1)
     raise CorpusError(
         "the tokenizer reports no offsets, and a token contains the end of a prompt and the beginning of its answer, "
         "so the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"

@@ -185,14 +185,9 @@ def is_text(data_type: pa.DataType) -> bool:
 
 def is_list(data_type: pa.DataType) -> bool:
     """Return whether an Arrow type is a list."""
-    tests = (
-        pa.types.is_list,
-        pa.types.is_large_list,
-        pa.types.is_fixed_size_list,
-        pa.types.is_list_view,
-        pa.types.is_large_list_view,
+    return isinstance(
+        data_type, (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
     )
-    return any(test(data_type) for test in tests)
 
 
 def is_json(data_type: pa.DataType) -> bool:
@@ -215,16 +210,5 @@ def is_label(data_type: pa.DataType) -> bool:
         return is_label(data_type.value_type)
     if isinstance(data_type, pa.BaseExtensionType):
         return data_type.extension_name in ("arrow.json", "arrow.uuid", "arrow.bool8")
-    tests = (
-        is_text,
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_decimal,
-        pa.types.is_boolean,
-        pa.types.is_timestamp,
-        pa.types.is_date,
-        pa.types.is_time,
-        pa.types.is_duration,
-        pa.types.is_null,
-    )
-    return any(test(data_type) for test in tests)
+    is_scalar = pa.types.is_primitive(data_type) and not pa.types.is_interval(data_type)
+    return bool(is_scalar or is_text(data_type) or pa.types.is_decimal(data_type) or pa.types.is_null(data_type))

@@ -11,7 +11,7 @@ same rows as packing from the start, so that packing can be resumed at any row. 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Final, Literal
 
 import numpy as np
@@ -65,12 +65,7 @@ class Row:
 
 @dataclass(slots=True)
 class Skipped:
-    """Skipped documents, rows and parts of them: counts by reason, and the first ids and examples of each.
-
-    Reasons are the keys of `grasp.text.SKIPPED`. Most concern a whole document or row; `short_end`, `cut`,
-    `cut_begin` and `cut_end` a part of one; `cut_answer`, `no_calls` and `no_reasoning` a part of an answer that the
-    chat template omits.
-    """
+    """Skipped documents, rows and parts of them: counts by reason (`grasp.text.SKIPPED`), first ids and examples."""
 
     counts: dict[str, int] = field(default_factory=dict)
     ids: dict[str, list[str]] = field(default_factory=dict)
@@ -116,27 +111,24 @@ def pack(
         CorpusError: the corpus is malformed, or an id is outside the vocabulary.
     """
     packer = _Packer(settings, tokenizer, cursor, Skipped() if skipped is None else skipped)
-    for batch in _document_batches(render_document(document, tokenizer, settings) for document in documents):
-        sides = [side for document in batch for side in (document, document.rejected) if side is not None]
-        with_text = [side for side in sides if side.needs_tokenizer]
-        encoded = encode_texts([model_text(document) for document in with_text], tokenizer)
-        tokens = {id(document): text for document, text in zip(with_text, encoded, strict=True)}
-        for document in batch:  # `rejected` is None unless it is a preference pair
-            yield from packer.rows_of(document, tokens.get(id(document)), tokens.get(id(document.rejected)))
-
-
-def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents into batches for the tokenizer, limited in number and in characters."""
     batch: list[Document] = []
     n_chars = 0
-    for document in documents:
-        batch.append(document)
-        n_chars += len(document.text or "")
-        if len(batch) == ENCODE_DOCUMENTS or n_chars >= ENCODE_CHARS:
-            yield batch
-            batch, n_chars = [], 0
-    if batch:
-        yield batch
+    for document in chain(documents, [None]):
+        if document is not None:
+            batch.append(render_document(document, tokenizer, settings))
+            n_chars += len(batch[-1].text or "")
+            if len(batch) < ENCODE_DOCUMENTS and n_chars < ENCODE_CHARS:
+                continue
+        sides = [side for whole in batch for side in (whole, whole.rejected) if side is not None]
+        with_text = [side for side in sides if side.needs_tokenizer]
+        texts = []
+        for side in with_text:
+            kind: Literal["text", "pair", "chat"] = "text" if side.answers is None else "pair"
+            texts.append(ModelText(str(side.text), side.answers, kind if side.conversation is None else "chat"))
+        tokens = {id(side): text for side, text in zip(with_text, encode_texts(texts, tokenizer), strict=True)}
+        for whole in batch:  # `rejected` is None unless it is a preference pair
+            yield from packer.rows_of(whole, tokens.get(id(whole)), tokens.get(id(whole.rejected)))
+        batch, n_chars = [], 0
 
 
 def render_document(document: Document, tokenizer: Tokenizer, settings: CorpusSettings) -> Document:
@@ -180,44 +172,14 @@ def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) 
     return replace(document, text=text, answers=answers, left_out=left_out)
 
 
-def model_text(document: Document) -> ModelText:
-    """Return the text of a rendered document, for `encode_texts`."""
-    kind: Literal["text", "pair", "chat"] = "text" if document.answers is None else "pair"
-    return ModelText(str(document.text), document.answers, "chat" if document.conversation is not None else kind)
-
-
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Consecutive tokens of one document."""
+class _Tokens:
+    """All tokens of one document."""
 
     document: Document
-    document_tokens: int  # number of tokens of the whole document
     ids: I32
-    start_char: int = 0  # position in the text of the document
     end_chars: I64 | None = None  # exclusive end character of each token
     loss_mask: Bool | None = None  # tokens that carry loss; None: all
-
-    @property
-    def span(self) -> tuple[int, int, int] | None:
-        """Return document index, start and end character, or None without text or offsets."""
-        text = self.document.text
-        if text is None:
-            return None
-        if len(self.ids) == self.document_tokens:
-            return self.document.index, 0, len(text)
-        return None if self.end_chars is None else (self.document.index, self.start_char, int(self.end_chars[-1]))
-
-    def slice(self, start: int, stop: int) -> "_Piece":
-        """Return the tokens [start, stop) of this piece; characters between two tokens belong to the second."""
-        sliced = replace(
-            self,
-            ids=self.ids[start:stop],
-            loss_mask=None if self.loss_mask is None else self.loss_mask[start:stop],
-        )
-        if self.end_chars is None:
-            return sliced
-        start_char = int(self.end_chars[start - 1]) if start else self.start_char
-        return replace(sliced, start_char=start_char, end_chars=self.end_chars[start:stop])
 
 
 class _Packer:
@@ -242,21 +204,29 @@ class _Packer:
             self._skipped.add(reason, document.name, example)
         if document.unusable:
             return
-        if (fault := _content_fault(document, tokens)) is not None:
-            self._skipped.add(fault, document.name, document.location)
+        has_tokens = tokens is not None and len(tokens.ids) > tokens.n_prefix
+        if not (has_tokens if document.input_ids is None else len(document.input_ids)):
+            is_space = document.input_ids is None and tokens is None and bool(document.text)
+            self._skipped.add("whitespace" if is_space else "empty", document.name, document.location)
             return
-        whole = self._whole_document(document, tokens)
+        sides = [self._whole_document(document, tokens)]
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
-            else:
-                yield from self._pack_preference_pair(whole, self._whole_document(document.rejected, rejected))
-        elif whole.loss_mask is not None:
-            yield from self._pack_answers(whole)
-        else:
-            yield from self._split_document(whole)
+                return
+            sides.append(self._whole_document(document.rejected, rejected))
+        if sides[0].loss_mask is None:
+            yield from self._split_document(sides[0])
+            return
+        for whole in sides:
+            assert whole.loss_mask is not None
+            whole.loss_mask[:1] = False  # nothing predicts the first token
+            if not whole.loss_mask.any():
+                self._skipped.add("no_loss", document.name, document.location)
+                return
+        yield from self._pack_answers(sides[0]) if len(sides) == 1 else self._pack_preference_pair(*sides)
 
-    def _split_document(self, whole: _Piece) -> Iterator[Row]:
+    def _split_document(self, whole: _Tokens) -> Iterator[Row]:
         """Yield a text or token ids as rows of max_length tokens; a short last row is skipped."""
         document, n_tokens = whole.document, len(whole.ids)
         max_rows, min_end_tokens = self._settings.max_rows_per_document, self._settings.shortest_end
@@ -276,10 +246,10 @@ class _Packer:
                 return
             # The tokens of the document begin with the prefix already; later rows need room for their own.
             stop = start + self._length - (len(prefix) if start else 0)
-            yield from self._build_row(whole.slice(start, stop), prefix, Cursor(document.index, stop, ordinal + 1))
+            yield from self._build_row(whole, start, stop, prefix, Cursor(document.index, stop, ordinal + 1))
             start = stop
 
-    def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Piece:
+    def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Tokens:
         """Return all tokens of a document, with the special tokens that end a text."""
         unchecked: I32 | I64 | None = document.input_ids if tokens is None else tokens.ids
         assert unchecked is not None
@@ -292,7 +262,7 @@ class _Packer:
                 "use the tokenizer that the model was trained with"
             )
         if tokens is None:
-            return _Piece(document, len(unchecked), unchecked.astype(np.int32, copy=False))
+            return _Tokens(document, unchecked.astype(np.int32, copy=False))
         ids, loss_mask, end_chars = tokens.ids, tokens.loss_mask, tokens.ends
         if document.conversation is None:  # chat templates write their own end-of-turn tokens
             suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
@@ -305,18 +275,16 @@ class _Packer:
                 end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
         if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
             end_chars[-1] = len(document.text or "")
-        return _Piece(document, len(ids), ids.astype(np.int32), end_chars=end_chars, loss_mask=loss_mask)
+        return _Tokens(document, ids.astype(np.int32), end_chars, loss_mask)
 
-    def _pack_answers(self, whole: _Piece) -> Iterator[Row]:
+    def _pack_answers(self, whole: _Tokens) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
 
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
         answer whose beginning is cut off carries no loss; the end of an answer longer than a row is cut off.
         """
-        if not self._carries_loss(whole):
-            return
         assert whole.loss_mask is not None
-        piece, loss_mask = whole, whole.loss_mask
+        loss_mask, start, stop = whole.loss_mask, 0, len(whole.ids)
         has_prefix = np.array_equal(whole.ids[: len(self._prefix)], self._prefix)
         prefix = self._prefix if has_prefix else self._prefix[:0]
         if len(whole.ids) > self._length:
@@ -328,26 +296,16 @@ class _Packer:
             # An answer that began before `start` has lost its beginning: its remaining tokens carry no loss.
             remainder = int(np.argmin(loss_mask[start:]))
             loss_mask[start : start + remainder] = False
-            piece = whole.slice(start, start + capacity)
-        yield from self._build_row(piece, prefix, Cursor(whole.document.index + 1))
+            stop = start + capacity
+        yield from self._build_row(whole, start, stop, prefix, Cursor(whole.document.index + 1))
 
-    def _carries_loss(self, whole: _Piece) -> bool:
-        """Return whether a token of a text with answers carries loss, apart from the first; skip a text without."""
-        assert whole.loss_mask is not None
-        whole.loss_mask[:1] = False  # nothing predicts the first token
-        if not whole.loss_mask.any():
-            self._skipped.add("no_loss", whole.document.name, whole.document.location)
-        return bool(whole.loss_mask.any())
-
-    def _pack_preference_pair(self, chosen: _Piece, rejected: _Piece) -> Iterator[Row]:
+    def _pack_preference_pair(self, chosen: _Tokens, rejected: _Tokens) -> Iterator[Row]:
         """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side.
 
         Both sides keep their prompt, as in TRL (`keep_start`): an answer that is too long loses its end, and a pair
         whose prompt leaves no room for an answer is skipped.
         """
         document = chosen.document
-        if not (self._carries_loss(chosen) and self._carries_loss(rejected)):
-            return
         n_prompt_tokens = [int(np.argmax(np.asarray(whole.loss_mask))) for whole in (chosen, rejected)]
         if max(n_prompt_tokens) >= self._length:
             self._skipped.add("long_prompt", document.name, document.location)
@@ -356,7 +314,7 @@ class _Packer:
         for whole in (chosen, rejected):
             if len(whole.ids) > self._length:
                 self._skipped.add("cut_end", document.name)
-            sides += self._build_row(whole.slice(0, self._length), self._prefix[:0], Cursor(document.index + 1))
+            sides += self._build_row(whole, 0, self._length, self._prefix[:0], Cursor(document.index + 1))
         chosen_row, rejected_row = sides
         masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in sides]
         yield replace(
@@ -368,9 +326,25 @@ class _Packer:
             span=None,
         )
 
-    def _build_row(self, piece: _Piece, prefix: I32, next_cursor: Cursor) -> Iterator[Row]:
-        """Yield a row unless it is too short."""
-        document, ids, loss_mask = piece.document, piece.ids, piece.loss_mask
+    def _build_row(self, whole: _Tokens, start: int, stop: int, prefix: I32, next_cursor: Cursor) -> Iterator[Row]:
+        """Yield the tokens [start, stop) of a document as a row, unless it is too short."""
+        document, ids, span = whole.document, whole.ids[start:stop], None
+        loss_mask = None if whole.loss_mask is None else whole.loss_mask[start:stop]
+        is_whole = len(ids) == len(whole.ids)
+        if document.text is not None and is_whole:
+            span = document.index, 0, len(document.text)
+        elif document.text is not None and whole.end_chars is not None:
+            # characters between two tokens belong to the second
+            start_char = int(whole.end_chars[start - 1]) if start else 0
+            span = document.index, start_char, int(whole.end_chars[start:stop][-1])
+        text, n_chars = "", self._settings.snippet_chars
+        if n_chars and span is None:  # no text, or a part of one whose tokenizer reports no offsets
+            (text,) = self._tokenizer.decode([ids[:n_chars].tolist()])
+        elif document.conversation is not None and is_whole:
+            text = str(document.conversation)
+        elif span is not None:
+            _, begin, end = span
+            text = str(document.text)[begin : min(end, begin + 4 * n_chars)]
         ordinal = max(0, next_cursor.n_named_rows - 1)  # among the rows of the document
         row_id = document.name + (f"#{ordinal}" if ordinal else "")
         if not np.array_equal(ids[: len(prefix)], prefix):
@@ -389,32 +363,9 @@ class _Packer:
             n_tokens=len(ids),
             input_ids=ids.copy(),  # not a view, which would keep the tokens of the whole document in memory
             loss_mask=loss_mask,
-            snippet=self._snippet(piece),
+            snippet=" ".join(text[: 4 * n_chars].split())[:n_chars],
             labels=document.labels,
             ignored=document.ignored,
             next_cursor=next_cursor,
-            span=piece.span,
+            span=span,
         )
-
-    def _snippet(self, piece: _Piece) -> str:
-        """Return the beginning of the text of a piece for display, with white space folded."""
-        n_chars, document = self._settings.snippet_chars, piece.document
-        if not n_chars:
-            return ""
-        if piece.span is None:  # no text, or a part of one whose tokenizer reports no offsets
-            (text,) = self._tokenizer.decode([piece.ids[:n_chars].tolist()])
-        elif document.conversation is not None and len(piece.ids) == piece.document_tokens:
-            text = str(document.conversation)
-        else:
-            _, begin, end = piece.span
-            text = str(document.text)[begin : min(end, begin + 4 * n_chars)]
-        return " ".join(text[: 4 * n_chars].split())[:n_chars]
-
-
-def _content_fault(document: Document, tokens: TokenizedText | None) -> str | None:
-    """Return why a document has no tokens for a row, a key of `grasp.text.SKIPPED`; None if it has some."""
-    if document.input_ids is not None:
-        return None if len(document.input_ids) else "empty"
-    if tokens is not None and len(tokens.ids) > tokens.n_prefix:
-        return None
-    return "whitespace" if document.text and tokens is None else "empty"

@@ -12,7 +12,7 @@ Shape letters: N rows.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, islice
@@ -40,14 +40,7 @@ from grasp.corpus.labels import (
     kind_of_all,
     widest,
 )
-from grasp.corpus.packing import (
-    START,
-    Cursor,
-    Row,
-    Skipped,
-    pack,
-    render_document,
-)
+from grasp.corpus.packing import START, Cursor, Row, Skipped, pack, render_document
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
 from grasp.files import UNSIGNED, FileEntry, discard, is_part, kind_of, temporary_path
@@ -134,6 +127,21 @@ class TokenRows:
     loss_mask: Bool | None = None  # tokens that carry loss, aligned with flat_ids; None: all but a row's first
     split_N: I64 | None = None  # of preference pairs: number of tokens of the chosen side; None: rows are texts
 
+    @classmethod
+    def from_table(cls, with_content: pa.Table, public_columns: Sequence[str]) -> Self:
+        """Return the rows of a table of the store, with these columns in `table`."""
+        ids = with_content.column(IDS_COLUMN).combine_chunks()
+        offsets, loss_mask, split_N = ids.offsets.to_numpy().astype(np.int64), None, None
+        if LOSS_MASK_COLUMN in with_content.column_names:
+            masks = with_content.column(LOSS_MASK_COLUMN).combine_chunks()
+            loss_mask = np.ones(offsets[-1], dtype=np.bool_)  # of rows from shards without masks: all but the first
+            loss_mask[offsets[:-1]] = False
+            has_mask = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
+            loss_mask[has_mask] = masks.flatten().to_numpy(zero_copy_only=False)
+        if SPLIT_COLUMN in with_content.column_names:
+            split_N = np.asarray(with_content.column(SPLIT_COLUMN), dtype=np.int64)
+        return cls(ids.flatten().to_numpy(), offsets, with_content.select(public_columns), loss_mask, split_N)
+
     def take(self, index: I64) -> "TokenRows":
         """Return the rows at these positions, in this order."""
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in index]
@@ -171,13 +179,6 @@ class TokenRows:
     def tokens_of(self, index: I64) -> int:
         """Return the number of tokens of the rows at these positions."""
         return int(np.diff(self.offsets)[index].sum())
-
-
-def _default_loss_mask(offsets: I64) -> Bool:
-    """Return the loss mask of rows whose tokens all carry loss, except the first of each row."""
-    loss_mask = np.ones(offsets[-1], dtype=np.bool_)
-    loss_mask[offsets[:-1]] = False
-    return loss_mask
 
 
 class RowStore:
@@ -287,9 +288,6 @@ class RowStore:
             rows: packs documents into rows from a cursor on, and adds to the skipped ones.
             reader: identity of what reads the source; together with settings and corpus it identifies the store.
             details: further entries of the summary.
-        Raises:
-            CorpusError: `directory` is not a row store, or has rows of other input; or the corpus is empty, malformed
-                or has duplicate row names.
         """
         is_other = directory.exists() and not (directory / ROWS.plan).exists()
         if is_other and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
@@ -323,6 +321,13 @@ class RowStore:
                 'another column of names (--id-column NAME), or generated names (--id-column "")'
             )
         ignored = {name for mark in marks for name in mark.ignored_columns}
+        kinds_of: dict[str, list[Kind]] = {}  # of a label in each shard
+        for label, kind in (pair for mark in marks for pair in mark.labels):
+            kinds_of.setdefault(label, []).append(kind)
+        # A nested JSON field that is null in some lines looks there like a label without values, and is left out.
+        paths = [label.split(".") for label in kinds_of]
+        nested = {".".join(path[:depth]) for path in paths for depth in range(1, len(path))} | ignored
+        labels = {label: widest(kinds) for label, kinds in kinds_of.items()}
         summary = StoreSummary(
             holds=cls.signed.format,
             n_rows=sum(mark.n_rows for mark in marks),
@@ -331,7 +336,7 @@ class RowStore:
             shard_rows=shard_rows,
             n_documents=n_documents,
             fingerprint=fingerprint,
-            labels=_kinds_of_labels([pair for mark in marks for pair in mark.labels], ignored),
+            labels=[(label, kind) for label, kind in labels.items() if kind != "null" or label not in nested],
             ignored_columns=sorted(ignored),
             skipped=skipped,
             details=dict(details),
@@ -437,33 +442,27 @@ class RowStore:
         if any(row.split is not None for row in rows):
             columns[SPLIT_COLUMN] = pa.array([row.split for row in rows], pa.int32())
         if any(row.loss_mask is not None for row in rows):
-            masks = [
-                _default_loss_mask(np.array([0, row.n_tokens])) if row.loss_mask is None else row.loss_mask
-                for row in rows
-            ]
+            masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in rows]
             columns[LOSS_MASK_COLUMN] = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(masks)))
         return columns
 
     @staticmethod
     def _row_bytes(with_content: pa.Table) -> Iterator[bytes]:
         """Yield the bytes of each row for the fingerprint: name, tokens, loss mask and chosen tokens."""
-        flat_ids, offsets, loss_mask = _token_arrays(with_content)
-        split_N = _split_column(with_content)
-        for i, row_id in enumerate(with_content.column("row_id").to_pylist()):
-            row, name = slice(offsets[i], offsets[i + 1]), row_id.encode()
-            content = [len(name).to_bytes(4, "little"), name, len(flat_ids[row]).to_bytes(4, "little")]
-            content.append(flat_ids[row].astype("<i4", copy=False).tobytes())
-            if loss_mask is not None and not loss_mask[row][1:].all():
-                content += [b"loss_mask", np.packbits(loss_mask[row]).tobytes()]
-            if split_N is not None:
-                content += [b"split", int(split_N[i]).to_bytes(4, "little")]
+        rows = TokenRows.from_table(with_content, ["row_id"])
+        for i, row_id in enumerate(rows.table.column("row_id").to_pylist()):
+            ids, mask, name = rows.ids(i), rows.mask(i), row_id.encode()
+            content = [len(name).to_bytes(4, "little"), name, len(ids).to_bytes(4, "little")]
+            content.append(ids.astype("<i4", copy=False).tobytes())
+            if mask is not None and not mask[1:].all():
+                content += [b"loss_mask", np.packbits(mask).tobytes()]
+            if rows.split_N is not None:
+                content += [b"split", int(rows.split_N[i]).to_bytes(4, "little")]
             yield b"".join(content)
 
     def _rows_from(self, with_content: pa.Table) -> TokenRows:
         """Build rows from a table of their public columns and their content."""
-        flat_ids, offsets, loss_mask = _token_arrays(with_content)
-        table = with_content.select(self._public_columns)
-        return TokenRows(flat_ids, offsets, table, loss_mask, _split_column(with_content))
+        return TokenRows.from_table(with_content, self._public_columns)
 
     def shard(self, k: int) -> TokenRows:
         """Read shard k, from 0.
@@ -540,13 +539,14 @@ class RowStore:
 
     def longest(self) -> int:
         """Return the number of tokens of the longest sequence: a row, or a side of a preference pair."""
-        longest_by_shard = []
+        longest = 0
         for k in range(self.n_shards):
             table = self.read_columns(k, ("n_tokens", SPLIT_COLUMN))
-            lengths, split_N = np.asarray(table.column("n_tokens"), dtype=np.int64), _split_column(table)
-            sides = (lengths,) if split_N is None else (split_N, lengths - split_N)
-            longest_by_shard.append(max(int(side.max()) for side in sides))
-        return max(longest_by_shard)
+            lengths = np.asarray(table.column("n_tokens"), dtype=np.int64)
+            # the chosen side of a pair; a row that is not a pair has no other side
+            split_N = np.asarray(table.column(SPLIT_COLUMN)) if SPLIT_COLUMN in table.column_names else lengths
+            longest = max(longest, int(split_N.max()), int((lengths - split_N).max()))
+        return longest
 
     def was_built_from(self, source: Source) -> bool:
         """Return whether a source has the files from which the rows were built, so that their texts can be read.
@@ -604,42 +604,6 @@ def _first_duplicate(store: Store[RowsMark]) -> tuple[Any, ...] | None:
         discard(spill)
 
 
-def _kinds_of_labels(pairs: Iterable[tuple[str, Kind]], ignored: Collection[str]) -> list[tuple[str, Kind]]:
-    """Return each label with the narrowest kind that holds the values of every shard.
-
-    A nested JSON field that is null in some lines looks there like a label without values, and is left out.
-    """
-    kinds_of: dict[str, list[Kind]] = {}
-    for label, kind in pairs:
-        kinds_of.setdefault(label, []).append(kind)
-    nested = set(ignored)
-    for label in kinds_of:  # the label a.b.c has the nested fields a and a.b
-        steps = label.split(".")
-        nested.update(".".join(steps[:depth]) for depth in range(1, len(steps)))
-    common_kinds = {label: widest(kinds) for label, kinds in kinds_of.items()}
-    return [(label, kind) for label, kind in common_kinds.items() if kind != "null" or label not in nested]
-
-
 def _files_of(source: Source) -> dict[str, list[str]]:
     """Return size and stamp of each file of a corpus, by name."""
     return {name: [size, stamp] for name, size, stamp in source.identity()}
-
-
-def _split_column(with_content: pa.Table) -> I64 | None:
-    """Return the number of tokens of the chosen side of every row; None: rows are not preference pairs."""
-    if SPLIT_COLUMN not in with_content.column_names:
-        return None
-    return np.asarray(with_content.column(SPLIT_COLUMN), dtype=np.int64)
-
-
-def _token_arrays(with_content: pa.Table) -> tuple[I32, I64, Bool | None]:
-    """Return flat token ids, offsets of rows, and the loss mask; None: all but the first token of each row."""
-    ids = with_content.column(IDS_COLUMN).combine_chunks()
-    flat_ids, offsets = ids.flatten().to_numpy(), ids.offsets.to_numpy().astype(np.int64)
-    if LOSS_MASK_COLUMN not in with_content.column_names:
-        return flat_ids, offsets, None
-    masks = with_content.column(LOSS_MASK_COLUMN).combine_chunks()
-    loss_mask = _default_loss_mask(offsets)  # the mask of rows from shards without masks
-    has_mask = np.repeat(masks.is_valid().to_numpy(zero_copy_only=False), np.diff(offsets))
-    loss_mask[has_mask] = masks.flatten().to_numpy(zero_copy_only=False)
-    return flat_ids, offsets, loss_mask

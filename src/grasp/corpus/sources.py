@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
-from grasp.corpus.text_files import TEXT_KINDS, file_type, is_delimited, one_line, text_records
+from grasp.corpus.text_files import DELIMITER, TEXT_KINDS, file_type, one_line, text_records
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.extras import require
@@ -53,7 +53,7 @@ class ArrowChunk:
     index: int
     name: str
     first: int
-    batch: pa.RecordBatch | pa.Table
+    batch: pa.RecordBatch
     file_labels: Mapping[str, str] = field(default_factory=dict)  # what the location of the file says of its records
 
 
@@ -172,7 +172,7 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
             table = _select_split(datasets.load_from_disk(path), split, path, field)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
             raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
-        return TableSource(table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
+        return TableSource(table.data.table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
     files, unread = _files_of_directory(fs, root, path, split, field)
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
 
@@ -191,7 +191,7 @@ def _files_of_directory(
     # Other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv. C4, Dolma and others
     # use `.json.gz` for JSON lines; plain `.json` files seldom are.
     records = [file for file in visible if holds_records(file)]
-    rank_of = {file: (is_delimited(file), file_type(file) == ("json", "")) for file in records}
+    rank_of = {file: (file_type(file)[0] in DELIMITER, file_type(file) == ("json", "")) for file in records}
     lowest = min(rank_of.values(), default=None)
     files = [file for file in records if rank_of[file] == lowest]
     unread = tuple(file.removeprefix(root).lstrip("/") for file in visible if rank_of.get(file) != lowest)
@@ -230,7 +230,7 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
         table = _select_split(datasets.load_dataset(path), split, path, field)
     except (OSError, ValueError) as err:
         raise CorpusError(f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}") from err
-    return TableSource(table, path, [[path, str(table.num_rows), str(table.info.version)]])
+    return TableSource(table.data.table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
 @dataclass(frozen=True)
@@ -274,21 +274,16 @@ class FileSource:
             skip = max(0, start - file_start)  # records of the file before `start`
             if is_parquet(path):
                 file_start += yield from self._parquet_chunks(name, path, file_start, skip, select)
-            else:
-                file_start += yield from self._text_chunks(name, path, file_start, skip)
-
-    def _text_chunks(self, name: str, path: str, file_start: int, skip: int) -> Generator[Chunk, None, int]:
-        """Yield the records of a text file after the first `skip`; return the number of all its records."""
-        partition, file_labels, n_records = self.partitions.get(path, {}), self._file_labels.get(path, {}), 0
-        with _open_file(self.fs, path, name) as handle:
-            for line, record in text_records(handle, name, skip):
-                if record is not None:  # otherwise it is one of the first `skip`
-                    for key in partition.keys() & record.keys():
-                        _refuse_conflicting_value(key, partition, [record[key]], f"{name}:{line}")
-                    record |= {key: value for key, (_, value) in partition.items() if key not in record}
-                    yield JsonRecord(file_start + n_records, name, line, record, file_labels)
-                n_records += 1
-        return n_records
+                continue
+            partition, file_labels = self.partitions.get(path, {}), self._file_labels.get(path, {})
+            with _open_file(self.fs, path, name) as handle:
+                for line, record in text_records(handle, name, skip):
+                    if record is not None:  # otherwise it is one of the first `skip`
+                        for key in partition.keys() & record.keys():
+                            _refuse_conflicting_value(key, partition, [record[key]], f"{name}:{line}")
+                        record |= {key: value for key, (_, value) in partition.items() if key not in record}
+                        yield JsonRecord(file_start, name, line, record, file_labels)
+                    file_start += 1
 
     def _parquet_chunks(
         self, name: str, path: str, file_start: int, skip: int, select: Selector
@@ -327,7 +322,11 @@ class FileSource:
     def approximate_length(self, n: int) -> int:
         """Count at least `n` records, and extrapolate from their bytes if a large part of text files is not read."""
         if all(is_parquet(path) for _, path in self.files):
-            return sum(parquet_rows(self.fs, path, name) for name, path in self.files)
+            n_rows = 0
+            for name, path in self.files:
+                with _open_parquet(self.fs, path, name) as file:
+                    n_rows += int(file.metadata.num_rows)
+            return n_rows
         with remote_errors(self.files[0][0], CorpusError):
             sizes = [int(self.fs.size(path) or 0) for _, path in self.files]
         read_bytes, records = 0, 0  # bytes of the files before the current one, and records
@@ -433,16 +432,6 @@ def _open_parquet(fs: Any, path: str, name: str) -> Iterator[pq.ParquetFile]:
             raise CorpusError(f"{name}: damaged or truncated Parquet file: {one_line(err)}; write it again") from err
 
 
-def parquet_rows(fs: Any, path: str, name: str) -> int:
-    """Return the number of rows of a Parquet file from its footer.
-
-    Raises:
-        CorpusError: the file is invalid or truncated.
-    """
-    with _open_parquet(fs, path, name) as file:
-        return int(file.metadata.num_rows)
-
-
 def _refuse_duplicate_columns(names: Sequence[str], location: str) -> None:
     """Raise an error if a column name occurs more than once."""
     duplicates = [name for name, count in Counter(names).items() if count > 1]
@@ -456,7 +445,7 @@ def _refuse_duplicate_columns(names: Sequence[str], location: str) -> None:
 class TableSource:
     """A table in memory, or a memory-mapped table of `datasets`."""
 
-    table: Any  # pa.Table, or datasets.Dataset in Arrow format
+    table: pa.Table
     name: str
     file_identities: list[list[str]]  # see `identity`
 
@@ -470,14 +459,10 @@ class TableSource:
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
         """Yield the records from position `start` on."""
-        in_memory = isinstance(self.table, pa.Table)
-        schema = self.table.schema if in_memory else self.table.features.arrow_schema
-        columns = list(select(schema, self.name))
-        table = self.table.select(columns) if in_memory else self.table.select_columns(columns)
-        for first in range(start, table.num_rows, BATCH_ROWS):
-            stop = first + BATCH_ROWS
-            batch = table.slice(first, BATCH_ROWS).combine_chunks() if in_memory else table[first:stop]
-            yield ArrowChunk(first, self.name, first, batch)
+        table = self.table.select(list(select(self.table.schema, self.name)))
+        for batch in table.slice(start).to_batches(max_chunksize=BATCH_ROWS):
+            yield ArrowChunk(start, self.name, start, batch)
+            start += batch.num_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,6 @@ def file_type(name: str) -> tuple[str, str]:
     return suffixes[-1][1:] if suffixes else "", compression
 
 
-def is_delimited(name: str) -> bool:
-    """Return whether a file is CSV or TSV, whose values are text: `cell_value` gives their type."""
-    return file_type(name)[0] in DELIMITER
-
-
 def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
     """Yield the records of a file with their numbers from 1: the line, or the position in a JSON array.
 
@@ -58,13 +53,13 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
         CorpusError: a record is damaged, or a compressed stream is; the message has file and line.
     """
     try:
-        stream = _open_decompressed(handle, name)
-        if is_delimited(name):
+        stream = open_decompressed(handle, name)
+        if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
-        elif file_type(name)[0] == "json" and _begins_with_bracket(stream):
+        elif begins_with_bracket(stream):
             yield from _read_json_array(stream, name, skip)
         else:
-            yield from json_lines(stream, name, skip)
+            yield from _json_lines(stream, name, skip)
     except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or truncated: {one_line(err)}; write or download it again") from err
 
@@ -74,7 +69,7 @@ def one_line(err: BaseException) -> str:
     return " ".join(str(err).split()) or type(err).__name__
 
 
-def _open_decompressed(handle: BinaryIO, name: str) -> Any:
+def open_decompressed(handle: BinaryIO, name: str) -> Any:
     """Return a stream of the decompressed content of a file, whose suffix names the compression."""
     codec = COMPRESSION_BY_SUFFIX.get(file_type(name)[1])
     if codec is None:
@@ -82,13 +77,8 @@ def _open_decompressed(handle: BinaryIO, name: str) -> Any:
     return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
 
 
-def is_json_array(handle: BinaryIO, name: str) -> bool:
-    """Return whether a file of JSON, compressed or not, holds an array; otherwise it holds JSON lines."""
-    return _begins_with_bracket(_open_decompressed(handle, name))
-
-
-def _begins_with_bracket(stream: Any) -> bool:
-    """Return whether a file begins with a bracket, which no JSON line does."""
+def begins_with_bracket(stream: Any) -> bool:
+    """Return whether a file is a JSON array: it begins with a bracket, which no JSON line does."""
     if isinstance(stream, io.BufferedReader):
         begin = stream.peek(64)
     else:
@@ -97,12 +87,8 @@ def _begins_with_bracket(stream: Any) -> bool:
     return bool(begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[")
 
 
-def json_lines(stream: Any, name: str, skip: int = 0) -> Records:
-    """Yield JSON objects with their line numbers, from 1; blank lines are ignored.
-
-    Raises:
-        CorpusError: a line is not an object.
-    """
+def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
+    """Yield JSON objects with their line numbers, from 1; blank lines are ignored."""
     number = 0
     while content := stream.readline(MAX_LINE_BYTES + 1):
         number += 1

@@ -60,7 +60,13 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
         lengths = pc.list_value_length(column).to_pylist()
         return [None if length is None else list(islice(elements, length)) for length in lengths]
     if pa.types.is_struct(data_type):
-        return _struct_records(column)
+        names = [field.name for field in data_type]
+        columns = [plain_values(column.field(k)) for k in range(len(names))]
+        rows = zip(*columns, strict=True) if columns else [()] * len(column)
+        return [  # without null members
+            {name: part for name, part in zip(names, row, strict=True) if part is not None} if valid else None
+            for valid, row in zip(column.is_valid().to_pylist(), rows, strict=True)
+        ]
     if pa.types.is_duration(data_type):
         scale = _DIGITS[data_type.unit]
         counts = pc.cast(column, pa.int64()).to_pylist()
@@ -69,7 +75,14 @@ def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
         return [None if value is None else _exact_number(value) for value in column.to_pylist()]
     plain = column
     if pa.types.is_timestamp(data_type) or pa.types.is_date(data_type) or pa.types.is_time(data_type):
-        plain = _iso_8601(column)
+        is_timestamp = pa.types.is_timestamp(data_type)
+        # Arrow stores timestamps with a time zone in UTC
+        plain = pc.cast(column.view(pa.timestamp(data_type.unit)) if is_timestamp else column, pa.string())
+        if not pa.types.is_date(data_type):
+            plain = pc.replace_substring_regex(plain, _ZERO_FRACTION, "")
+        if is_timestamp:
+            plain = pc.replace_substring_regex(plain, r"^([-\d]+) ", r"\1T")  # for years that Arrow can format
+            plain = pc.binary_join_element_wise(plain, "Z", "") if data_type.tz is not None else plain
     elif pa.types.is_floating(data_type):  # text has the shortest digits of a number in single precision
         plain = pc.cast(pc.cast(column, pa.string()) if pa.types.is_float32(data_type) else column, pa.float64())
     values: list[Any] = plain.to_pylist()
@@ -83,7 +96,9 @@ def plain_json(value: Any, *, repair: bool = True) -> Any:
         repair: replace unpaired surrogates, which JSON can encode but no tokenizer accepts.
     """
     if isinstance(value, str):
-        return value if value.isascii() or not repair else _replace_surrogates(value)
+        if value.isascii() or not repair:
+            return value
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
         return {
             plain_json(name, repair=repair): plain_json(part, repair=repair)
@@ -98,15 +113,6 @@ def plain_record(record: Mapping[str, Any], *, repair: bool = True) -> dict[str,
     return {plain_json(name, repair=repair): plain_json(value, repair=repair) for name, value in record.items()}
 
 
-def _replace_surrogates(text: str) -> str:
-    """Return a text with the replacement character in place of every unpaired surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def _extension_values(column: pa.ExtensionArray) -> list[Any]:
     """Return the values of a column of an Arrow extension type: JSON, UUID, bool8, or the stored values of another."""
     name = column.type.extension_name
@@ -118,33 +124,6 @@ def _extension_values(column: pa.ExtensionArray) -> list[Any]:
     if name == "arrow.uuid":
         return [None if value is None else str(value) for value in column.to_pylist()]
     return plain_values(pc.cast(column, pa.bool_()) if name == "arrow.bool8" else column.storage)
-
-
-def _struct_records(column: pa.StructArray) -> list[dict[str, Any] | None]:
-    """Return the records of a struct column without null members."""
-    names = [field.name for field in column.type]
-    columns = [plain_values(column.field(k)) for k in range(len(names))]
-    rows = zip(*columns, strict=True) if columns else [()] * len(column)
-    records: list[dict[str, Any] | None] = [
-        {name: part for name, part in zip(names, row, strict=True) if part is not None} for row in rows
-    ]
-    if not column.null_count:
-        return records
-    return [record if valid else None for record, valid in zip(records, column.is_valid().to_pylist(), strict=True)]
-
-
-def _iso_8601(column: pa.Array) -> pa.Array:
-    """Return timestamps, dates or times of day as text."""
-    data_type = column.type
-    if pa.types.is_date(data_type):
-        return pc.cast(column, pa.string())
-    is_timestamp = pa.types.is_timestamp(data_type)
-    # Arrow stores timestamps with a time zone in UTC
-    text = pc.cast(column.view(pa.timestamp(data_type.unit)) if is_timestamp else column, pa.string())
-    text = pc.replace_substring_regex(text, _ZERO_FRACTION, "")
-    if is_timestamp:
-        text = pc.replace_substring_regex(text, r"^([-\d]+) ", r"\1T")  # for years that Arrow can format
-    return pc.binary_join_element_wise(text, "Z", "") if is_timestamp and data_type.tz is not None else text
 
 
 def _exact_number(value: Decimal) -> int | float | str:

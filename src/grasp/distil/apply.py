@@ -33,7 +33,6 @@ from grasp.corpus.sources import (
     Source,
     is_parquet,
     open_source,
-    parquet_rows,
 )
 from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
@@ -142,7 +141,7 @@ def apply(
         )
         n_records = None  # unknown, unless Parquet metadata has it
         if isinstance(source, FileSource) and all(is_parquet(path) for _, path in source.files):
-            n_records = sum(parquet_rows(source.fs, path, name) for name, path in source.files)
+            n_records = source.approximate_length(0)  # exact
         progress.stage("scoring", rows=n_records, tokens=None)
         scores, unfamiliar = [], 0
         for k, file in enumerate(files):
@@ -260,7 +259,6 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             batch, form = chunk.batch, forms[chunk.name]
             column = batch.column(form.columns[0])
             if form.kind == "text" and is_text(column.type):
-                column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
                 encoded = pc.fill_null(column.cast(pa.large_string()).cast(pa.large_binary()), b"")
             else:
                 encoded = as_bytes([text_of(form, record, location) for location, record in records_in(chunk)])

@@ -72,7 +72,16 @@ def _settings_of(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[st
     """Return the settings of an entry; defaults are those of Axolotl 0.19."""
     name, fields = entry
     location, kind = f"{file}#{name}", fields.get("type")
-    resolved: dict[str, Any] = {"path": _path_of(fields, location)}
+    path, files = str(fields["path"]), fields.get("data_files")
+    if files:
+        names_of_files = files if isinstance(files, list) else [files]
+        if len(names_of_files) > 1:
+            raise SettingsError(
+                f"{location}: data_files: got {len(names_of_files)} files, expected one; pass a directory of them"
+            )
+        local = Path(path) / names_of_files[0]
+        path = str(local if local.is_file() else names_of_files[0])
+    resolved: dict[str, Any] = {"path": path}
     if unsupported := [f"{setting}: got {fields[setting]!r}" for setting in _REFUSED if fields.get(setting)]:
         raise SettingsError(f"{location}: {unsupported[0]}, which is not supported; save such data as a file")
     if fields.get("split"):
@@ -125,17 +134,6 @@ def _settings_of(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[st
             "field_instruction; pass the data file, and templates with --set corpus.prompt and corpus.completion"
         )
     return resolved | {"fields": names | {"notes": notes}}
-
-
-def _path_of(fields: Mapping[str, Any], location: str) -> str:
-    path, files = fields["path"], fields.get("data_files")
-    if not files:
-        return str(path)
-    names = files if isinstance(files, list) else [files]
-    if len(names) > 1:
-        raise SettingsError(f"{location}: data_files: got {len(names)} files, expected one; pass a directory of them")
-    local = Path(path) / names[0]
-    return str(local if local.is_file() else names[0])
 
 
 def _chat_names(fields: Mapping[str, Any], location: str, *, is_sharegpt: bool) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""Entries of dataset configurations of trainers: what the readers of `corpus` share.
+"""Configurations of trainers: unknown fields, and entries of data sets, which the readers of `corpus` share.
 
 An entry names a data set, and the columns, keys and roles of its records. It is addressed as `FILE#NAME`, or as `FILE`
 if it is the only one. The readers are `llama_factory_entries` and `axolotl_entries`.
 """
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from grasp.errors import SettingsError
-from grasp.formats.field_names import unknown_names
+
+MIN_SIMILARITY = 0.8  # of an unknown name to a used one, in `difflib`: from there on it is a typing error
 
 Entry = tuple[str, Mapping[str, Any]]  # name, and fields
 
@@ -47,3 +49,31 @@ def unused_note(fields: Mapping[str, Any], used: Collection[str], neutral: Colle
     """Return a note on the fields with a value that are unknown; empty if there are none."""
     unknown = unknown_names((name for name, value in fields.items() if value is not None), used, neutral, location)
     return [f"not used: {', '.join(unknown)}"] if unknown else []
+
+
+def unknown_names(
+    names: Iterable[str],
+    used: Collection[str],
+    neutral: Collection[str],
+    location: str,
+    *,
+    mistaken: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return the names that are neither used nor known to change nothing, in their order.
+
+    Args:
+        names: the fields of a file that have a value.
+        used: names that the reader interprets or refuses.
+        neutral: names that change neither the training nor the data.
+        location: beginning of error messages, e.g. the path of the file.
+        mistaken: right name by a wrong one that is too different for `difflib`.
+
+    Raises:
+        SettingsError: an unknown name resembles a used one.
+    """
+    unknown = [name for name in names if name not in used and name not in neutral]
+    for name in unknown:
+        right = (mistaken or {}).get(name)
+        if close := [right] if right else get_close_matches(name, used, 1, MIN_SIMILARITY):
+            raise SettingsError(f"{location}: unknown field {name}; did you mean {close[0]}?")
+    return unknown

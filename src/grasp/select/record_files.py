@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from grasp.corpus.documents import records_in
 from grasp.corpus.labels import label_text
 from grasp.corpus.sources import ArrowChunk, FileSource, PartOfSource, Source, parquet_batches
-from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, file_type, is_json_array
+from grasp.corpus.text_files import COMPRESSION_BY_SUFFIX, DELIMITER, begins_with_bracket, file_type, open_decompressed
 from grasp.errors import CorpusError, SettingsError
 from grasp.extras import require
 from grasp.files import atomic_path, check_directory, discard, entry_of
@@ -92,7 +92,7 @@ class FileFormat:
             kind, compression = file_type(name)
             if kind == "json":
                 with source.fs.open(path, "rb") as handle:
-                    kind = "json" if is_json_array(handle, name) else "jsonl"
+                    kind = "json" if begins_with_bracket(open_decompressed(handle, name)) else "jsonl"
         kind = kind if text == SOURCE else text
         return cls(cast(Kind, kind), "" if kind in ("parquet", "datasets") else compression)
 

@@ -26,7 +26,6 @@ from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.margins import split_metric, with_metric
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import Unit, UnitSet
-from grasp.text import parse_json
 
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
@@ -84,11 +83,7 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
 def _load_name(
     full_name: str, settings: TargetSettings, in_memory: Sequence[Unit]
 ) -> tuple[list[Sequence[Unit]], list[tuple[str, Records]]]:
-    """Load what one of the names of the settings refers to.
-
-    Returns:
-        Units, one list per file. Files of weights, each as the name of its metric and its records.
-    """
+    """Return what a name of the settings refers to: units by file, and names and records of files of weights."""
     # an existing file may have an @ in its name
     name, metric = (full_name, None) if Path(full_name).exists() else split_metric(full_name)
     unit_lists: list[Sequence[Unit]] = []
@@ -102,10 +97,11 @@ def _load_name(
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
-            unread = iter(_read_json_list(file) or read_records(file, field="targets.names"))
+            unread = read_records(file, field="targets.names")
             first_records = list(islice(unread, 1))  # [] if there are no records
             records = chain(first_records, unread)
-            if first_records and is_weight(first_records[0][1]):
+            fields = first_records[0][1].keys() if first_records else ()
+            if "weight" in fields and {"unit_id", "weight", "target"}.issuperset(fields):  # of a user-defined metric
                 weight_files.append((target_name(file), records))
                 continue
             units = units_from_records(records, target_name(file), settings.loss_on)
@@ -177,11 +173,6 @@ def _is_excluded(unit_id: str, excluded: frozenset[str]) -> bool:
 # -------------------------------------------------------------------------------------------- user-defined metrics
 
 
-def is_weight(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is the weight of a unit in a user-defined metric."""
-    return "weight" in record and record.keys() <= {"unit_id", "weight", "target"}
-
-
 def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
     """Return the units of user-defined metrics, by target: units of other targets with signed weights.
 
@@ -194,16 +185,19 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     """
     metrics: dict[str, list[Unit]] = {}
     for location, record in records:
-        unit_id, weight, target = record.get("unit_id"), record.get("weight"), record.get("target") or name
-        unit = known.get(str(unit_id))
+        unit_id, target = record.get("unit_id"), record.get("target") or name
+        weight: Any = record.get("weight")
+        unit, fault = known.get(str(unit_id)), ""
         if unit is None:
             examples = ", ".join(list(known)[:3]) or "none"
-            raise TargetError(
-                f"{location}: unit_id: {unit_id!r} is not a unit of the other targets ({examples}, ...); name its "
-                "target too, e.g. --targets sciq,weights.jsonl; targets that an artifact already has are not read"
+            fault = (
+                f"unit_id: {unit_id!r} is not a unit of the other targets ({examples}, ...); name its target too, e.g. "
+                "--targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
-            raise TargetError(f"{location}: weight: got {weight!r}, expected a number other than 0; its sign is kept")
+        elif isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
+            fault = f"weight: got {weight!r}, expected a number other than 0; its sign is kept"
+        if unit is None or fault:
+            raise TargetError(f"{location}: {fault}")
         metrics.setdefault(str(target), []).append(
             replace(unit, unit_id=f"{unit_id}@{target}", target=str(target), weight=unit.weight * float(weight))
         )
@@ -285,19 +279,3 @@ def _find_logs(directory: str) -> list[str]:
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
     return list(logs.values())
-
-
-def _read_json_list(file: str) -> Records | None:
-    """Return the records of a local file that is a JSON list of objects (older harnesses); None: it is not."""
-    if not file.endswith((".json", ".jsonl")) or not Path(file).is_file():
-        return None
-    with Path(file).open("rb") as handle:
-        if not handle.read(64).lstrip().startswith(b"["):
-            return None
-    try:
-        records = parse_json(Path(file).read_bytes())
-    except ValueError as err:
-        raise TargetError(f"{file}: not JSON: {err}; fix or regenerate the file") from err
-    if not records or not all(isinstance(record, Mapping) for record in records):
-        return None
-    return [(f"{file}: record {k}", record) for k, record in enumerate(records)]

@@ -57,23 +57,6 @@ class UnitFields(BaseModel):
     changed_choices: int = 0
     support: str | None = None
 
-    def to_unit(self, target: str, position: int, loss_on: LossOn) -> Unit:
-        """Return the unit.
-
-        Args:
-            target: name of the target.
-            position: position among the records of the target, for the default unit_id.
-            loss_on: default of `loss_on`.
-        """
-        text_fields = self.model_dump(exclude={"task", "unit_id", "loss_on", "choices"})
-        return Unit(
-            unit_id=f"{target}:{position}" if self.unit_id is None else str(self.unit_id),
-            target=target,
-            loss_on=self.loss_on or loss_on,
-            choices=tuple(self.choices),
-            **text_fields,
-        )
-
 
 def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Unit]:
     """Convert records to units. The default unit_id is ``<task>:<position among the records of the task>``.
@@ -112,7 +95,13 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
         target = fields.task or task
         position = n_records.get(target, 0)
         n_records[target] = position + 1
-        unit = fields.to_unit(target, position, loss_on)
+        unit = Unit(
+            unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
+            target=target,
+            loss_on=fields.loss_on or loss_on,
+            choices=tuple(fields.choices),
+            **fields.model_dump(exclude={"task", "unit_id", "loss_on", "choices"}),
+        )
         if content is None:
             units.append(unit)
         elif content.conversation is not None and content.rejected is None:
@@ -181,8 +170,12 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
     """Parse a record, and its content if that is a conversation or a preference pair."""
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
-        prompt, answer = question_prompt(values, location), _parse_answer(values["answer"], location)
-        values |= {"prompt": prompt, "completion": f"{space}{answer}"}
+        answer = values["answer"].get("value") if isinstance(values["answer"], Mapping) else values["answer"]
+        if isinstance(answer, list) and answer:  # several are correct (Natural Questions, TriviaQA): the first one
+            answer = answer[0]
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise TargetError(f"{location}: answer: got {values['answer']!r:.60}, expected a text or a list of texts")
+        values |= {"prompt": question_prompt(values, location), "completion": f"{space}{answer}"}
     content = conversation = None
     try:
         if form == "pair":
@@ -194,13 +187,13 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
     except CorpusError as err:
         raise TargetError(str(err)) from err
     if conversation is not None:
-        if conversation.fault is not None:
-            raise TargetError(f"{location}: {FAULTS[conversation.fault]}; fix or remove the record")
-        if form == "choices":
-            raise TargetError(
-                f"{location}: system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, "
-                "or remove it"
+        fault = f"{FAULTS[conversation.fault]}; fix or remove the record" if conversation.fault else ""
+        if not fault and form == "choices":
+            fault = (
+                f"system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, or remove it"
             )
+        if fault:
+            raise TargetError(f"{location}: {fault}")
         content = Content(conversation=conversation)
         last_answer = conversation.turns[conversation.answers[-1]]  # turns after it are ignored
         # the text of an answer, or its reasoning or tool calls if it has no text
@@ -211,22 +204,11 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
         fields = UnitFields.model_validate(values)
     except ValidationError as err:
         raise TargetError(describe(err, location)) from err
+    fault = ""
     if not fields.completion.strip():
-        raise TargetError(f"{location}: completion: got {fields.completion!r}, expected text to score")
-    if fields.gold is not None and fields.gold >= len(fields.choices):
-        raise TargetError(
-            f"{location}: gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
-        )
+        fault = f"completion: got {fields.completion!r}, expected text to score"
+    elif fields.gold is not None and fields.gold >= len(fields.choices):
+        fault = f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+    if fault:
+        raise TargetError(f"{location}: {fault}")
     return fields, content
-
-
-def _parse_answer(answer: Any, location: str) -> str:
-    """Return the text of an answer; the first one if several are correct (Natural Questions, TriviaQA)."""
-    text = answer
-    if isinstance(text, Mapping):
-        text = text.get("value")
-    if isinstance(text, list) and text:
-        text = text[0]
-    if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise TargetError(f"{location}: answer: got {answer!r:.60}, expected a text or a list of texts")
-    return str(text)

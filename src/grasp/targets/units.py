@@ -182,10 +182,16 @@ class UnitSet:
                 _truncate(answer, tokens, tokenizer, max_length, context, max(0, n_longest - n))
                 for (answer, tokens), n in zip(sides, n_scored, strict=True)
             )
-            right, *wrong = (
-                replace(side, scale=_scale(unit.metric, answer, len(side.input_ids) - side.first))
-                for side, (answer, _) in zip((right, *wrong), sides, strict=True)
-            )
+            if unit.metric != LOSS and not unit.metric.endswith(PER_TOKEN):
+                per_char = unit.metric.endswith(PER_CHAR)
+                # characters without surrounding white space, as lm-evaluation-harness counts them
+                right, *wrong = (
+                    replace(
+                        side,
+                        scale=(len(side.input_ids) - side.first) / (len(answer.completion.strip()) if per_char else 1),
+                    )
+                    for side, (answer, _) in zip((right, *wrong), sides, strict=True)
+                )
             is_accuracy = unit.metric.startswith("accuracy")
             unit_tokens.append(replace(right, others=tuple(wrong), weight=unit.weight, is_accuracy=is_accuracy))
         return unit_tokens
@@ -213,16 +219,6 @@ def _render(unit: Unit, tokenizer: "Tokenizer", unwritten: Skipped) -> Unit:
         unwritten.add(reason, unit.unit_id, unit.unit_id)
     ((start, stop),), text = chat.spans, chat.text
     return replace(unit, prompt=text[:start], completion=text[start:stop], ending=text[stop:], others=others)
-
-
-def _scale(metric: str, answer: Unit, n_tokens: int) -> float:
-    """Return the factor from the mean loss of an answer to its negative log-probability, as the metric counts it.
-
-    Characters are those of the answer without surrounding white space, as lm-evaluation-harness counts them.
-    """
-    if metric == LOSS or metric.endswith(PER_TOKEN):
-        return 1.0
-    return n_tokens / len(answer.completion.strip()) if metric.endswith(PER_CHAR) else float(n_tokens)
 
 
 def _truncate(
