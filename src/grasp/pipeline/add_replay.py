@@ -29,7 +29,7 @@ from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings, ReplaySettings
+from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.metagradient import Target
 from grasp.training.replayed_rows import ReplayedRows, replay_rows, scores_from_text
@@ -214,18 +214,18 @@ def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
             f"--replay: got {settings.model.path}, a model after --warm-up, but a replay differentiates the whole "
             "training; build without --warm-up"
         )
-    refuse_untrainable(settings, "--replay")
+    refuse_untrainable(settings.model, settings.corpus, "--replay")
 
 
-def refuse_untrainable(settings: BuildSettings, option: str) -> None:
-    """Check that the model of a build can be trained on its corpus by a recipe.
+def refuse_untrainable(model: ModelSettings, corpus: CorpusSettings, option: str) -> None:
+    """Check that a model can be trained on a corpus by a recipe.
 
     Raises:
         SettingsError: no causal LM, or preference pairs; the message names `option`.
     """
-    reader, is_pairs = settings.model.reader, settings.corpus.form == "preference"
-    if reader is not None or is_pairs:
-        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{reader}"
+    is_pairs = corpus.form == "preference"
+    if model.reader is not None or is_pairs:
+        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{model.reader}"
         raise SettingsError(f"{option}: got {inputs}, expected a causal LM and texts or conversations; omit it")
 
 

@@ -29,6 +29,7 @@ from grasp.pipeline.inputs import InMemory
 from grasp.pipeline.pipeline import build_artifact, resolve_settings
 from grasp.pipeline.proxy import CONTEXT, MODEL, train_proxy
 from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up as train_warm_up
 from grasp.progress import Progress, Silent
 from grasp.settings import (
@@ -43,7 +44,7 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import read_records, split_names
+from grasp.targets.load import load_units, read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -213,14 +214,35 @@ def build(
             progress.note(f"{output.url}: finished; nothing to do")
             return ArtifactReader.open(output.url)
 
+        if has_no_model or warm_up is not None:
+            load_units(build_config.targets, in_memory.units)  # report errors before the training
+        shard_rows, seed = build_config.shard_rows, build_config.features.seed
         if has_no_model:
-            train_proxy(output.directory, build_config, progress, units=in_memory.units)
+            train_proxy(
+                build_config.corpus,
+                output.directory,
+                tokenizer=build_config.model.tokenizer,
+                shard_rows=shard_rows,
+                seed=seed,
+                progress=progress,
+            )
         build_config = resolve_settings(build_config, in_memory)
         if warm_up is not None:
             if output.url is not None or in_memory.model is not None or in_memory.source is not None:
                 raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save objects first")
+            if build_config.train != "further":
+                raise SettingsError(
+                    "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
+                )
             checkpoint = train_warm_up(
-                output.directory, build_config, warm_up, parsed_recipe, progress, units=in_memory.units
+                build_config.model,
+                build_config.corpus,
+                warm_up,
+                output.directory,
+                recipe=parsed_recipe,
+                shard_rows=shard_rows,
+                seed=seed,
+                progress=progress,
             )
             build_config = with_model(build_config, checkpoint)
         if replay:
@@ -387,12 +409,7 @@ def split_replay_settings(
     if not use_replay and (settings or (recipe is not None and not warm_up)):
         idle = f"replay.{next(iter(settings))}" if settings else "--recipe"
         raise SettingsError(f"{idle}: no effect without --replay{'' if settings else ' or --warm-up'}; add it")
-    replay_settings = validated(ReplaySettings, settings or {}, "replay")
-    if recipe is None:
-        return None, replay_settings
-    if isinstance(recipe, Mapping):
-        return FineTuningRecipe.from_mapping(recipe), replay_settings
-    return FineTuningRecipe.read(Path(recipe)), replay_settings
+    return read_recipe(recipe), validated(ReplaySettings, settings or {}, "replay")
 
 
 def add_replay(

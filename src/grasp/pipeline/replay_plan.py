@@ -8,8 +8,9 @@ Start with `plan_replay`.
 import copy
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ class ReplayPlan:
     def order(self, n_rows: int, k: int) -> list[I64]:
         """Return the indices of the rows of every step, in the k-th order."""
         return self.recipe.order(n_rows, self.settings.seed + k)
+
+
+def read_recipe(recipe: FineTuningRecipe | Mapping[str, Any] | Path | str | None) -> FineTuningRecipe | None:
+    """Return a recipe that is passed as settings by name, or as a YAML or JSON file.
+
+    Raises:
+        SettingsError: an invalid recipe.
+        ModelError: the recipe has something that is not differentiated.
+    """
+    if recipe is None or isinstance(recipe, FineTuningRecipe):
+        return recipe
+    return FineTuningRecipe.from_mapping(recipe) if isinstance(recipe, Mapping) else FineTuningRecipe.read(Path(recipe))
 
 
 def plan_replay(
