@@ -159,7 +159,7 @@ def everything(path: Path) -> None:
         except GraspError:
             continue
     artifact = ArtifactReader.open(path)
-    _ = artifact.units, dict(artifact.moments), dict(artifact.sums), artifact.protected_paths, artifact.tokens_path
+    _ = artifact.units, dict(artifact.moments), artifact.protected_paths, artifact.tokens_path
     for name in artifact.array_names:
         for _, block in artifact.array_blocks(name):
             assert block.dtype == np.float32

@@ -104,75 +104,43 @@ def plan_replay(
     Raises:
         SettingsError, ModelError, MissingExtraError: the recipe does not fit the model.
     """
-    if train == "new":
-        return _plan_from_scratch(reference, recipe, settings, n_rows, context)
-    return _plan_fine_tuning(reference, recipe, settings, n_rows, copied=copied)
+    from_scratch = train == "new"
+    recipe = recipe or (default_proxy_recipe(n_rows) if from_scratch else default_recipe(n_rows))
+    orders = settings.orders or (ORDERS_FROM_SCRATCH if from_scratch else 1)
+    settings = settings.model_copy(update={"orders": orders, "probes": 0 if from_scratch else settings.probes})
+    optimizer: OptimizerRecipe
+    if from_scratch:
+        new_model = proxy_training(recipe, n_rows, reference.vocab_size, context)
+        optimizer, notes, first_step = new_model, recipe.notes, new_model.steps // 3  # derivatives before it are noise
 
+        def start(k: int) -> AdamWTraining:
+            """Return the training before its first step; each order has its own initial weights."""
+            return start_training(new_model, settings.seed + k, reference.device)
 
-def _plan_from_scratch(
-    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, context: int
-) -> ReplayPlan:
-    """Plan trainings of small new models; each order has its own initial weights."""
-    recipe = recipe or default_proxy_recipe(n_rows)
-    settings = settings.model_copy(update={"orders": settings.orders or ORDERS_FROM_SCRATCH, "probes": 0})
-    training_recipe = proxy_training(recipe, n_rows, reference.vocab_size, context)
-    # derivatives at the first third of the steps are noise
-    differentiation = _metagradient_settings(
-        settings, training_recipe.steps, reference.batch_tokens, first_step=training_recipe.steps // 3
-    )
-    seed, device = settings.seed, reference.device
-    return ReplayPlan(
-        recipe=recipe,
-        settings=settings,
-        optimizer=training_recipe,
-        differentiation=differentiation,
-        start=lambda k: start_training(training_recipe, seed + k, device),
-        from_scratch=True,
-        notes=recipe.notes,
-    )
+    else:
+        optimizer, first_step = recipe.optimizer(n_rows), 0
+        model = copy.deepcopy(reference.model) if copied else reference.model
+        model, changes = make_trainable(model, reference.frozen, recipe, settings.seed)
+        initial = AdamWTraining(model, optimizer)
+        initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
+        notes = (*changes, *initial.notes)
 
+        def start(k: int) -> AdamWTraining:
+            """Return the training before its first step; all orders train the same model object, one after another."""
+            training = AdamWTraining(model, optimizer)
+            training.set_weights(initial_weights)
+            return training
 
-def _plan_fine_tuning(
-    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, *, copied: bool
-) -> ReplayPlan:
-    """Plan fine-tunings of the reference model; orders differ only in the order of rows."""
-    recipe = recipe or default_recipe(n_rows)
-    settings = settings.model_copy(update={"orders": settings.orders or 1})
-    optimizer = recipe.optimizer(n_rows)
-    model = copy.deepcopy(reference.model) if copied else reference.model
-    model, notes = make_trainable(model, reference.frozen, recipe, settings.seed)
-    initial = AdamWTraining(model, optimizer)
-    initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
-
-    def start(_: int) -> AdamWTraining:
-        """Return the training before its first step; all orders train the same model object, one after another."""
-        training = AdamWTraining(model, optimizer)
-        training.set_weights(initial_weights)
-        return training
-
-    return ReplayPlan(
-        recipe=recipe,
-        settings=settings,
-        optimizer=optimizer,
-        differentiation=_metagradient_settings(settings, optimizer.steps, reference.batch_tokens),
-        start=start,
-        from_scratch=False,
-        notes=(*notes, *initial.notes),
-    )
-
-
-def _metagradient_settings(
-    settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
-) -> MetagradientSettings:
-    """Return the settings by which a training of `steps` steps is differentiated."""
     if settings.window is not None:
-        first_step = max(0, steps - settings.window)
-    return MetagradientSettings(
+        first_step = max(0, optimizer.steps - settings.window)
+    probe_steps = middle_steps(optimizer.steps - first_step, settings.probes)
+    differentiation = MetagradientSettings(
         curvature=settings.curvature,
-        probe_steps=tuple(first_step + step for step in middle_steps(steps - first_step, settings.probes)),
-        batch_tokens=batch_tokens,
+        probe_steps=tuple(first_step + step for step in probe_steps),
+        batch_tokens=reference.batch_tokens,
         first_step=first_step,
     )
+    return ReplayPlan(recipe, settings, optimizer, differentiation, start, from_scratch, notes)
 
 
 def make_trainable(
