@@ -27,6 +27,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import differences, discard
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Reference
 from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
@@ -52,7 +53,7 @@ def replay_targets(
     settings: ReplaySettings,
     *,
     overrides: Mapping[str, Any] | None = None,
-    model: ReferenceModel | None = None,
+    model: Reference | None = None,
     progress: Progress | None = None,
 ) -> ReplayRecord:
     """Replay the targets of the artifact `out` that have no replay, and return the record of the last replay.
@@ -116,7 +117,7 @@ def _plan_for_artifact(
     origin: BuildSource,
     recipe: FineTuningRecipe | None,
     settings: ReplaySettings,
-    model: ReferenceModel | None = None,
+    model: Reference | None = None,
 ) -> ReplayPlan:
     """Plan a replay on the model and the rows of an artifact; the arguments are as of `replay_targets`."""
     refuse_replay(origin.settings, settings)

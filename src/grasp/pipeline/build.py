@@ -226,7 +226,7 @@ def build(
                 seed=seed,
                 progress=progress,
             )
-        build_config = resolve_settings(build_config, in_memory)
+        build_config = resolve_settings(build_config, in_memory.model)
         if warm_up is not None:
             if output.url is not None or in_memory.model is not None or in_memory.source is not None:
                 raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save objects first")

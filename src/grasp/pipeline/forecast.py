@@ -98,7 +98,7 @@ def forecast(
             proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
             build_config = with_model(build_config, proxy)
             lines.append(f"training first: {line}")
-        build_config = resolve_settings(build_config, ON_DISK)
+        build_config = resolve_settings(build_config)
         if replay:
             refuse_replay(build_config, replay_settings)
         inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Silent())

@@ -27,7 +27,7 @@ from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
-from grasp.pipeline.identity import Identity
+from grasp.pipeline.inputs import identity_changes, identity_of
 from grasp.pipeline.pipeline import sketch_gain
 from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
@@ -74,10 +74,8 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
 
 def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
     """Check that the numbers of two parts are comparable."""
-    part_identity, first_identity = Identity.from_artifact(part), Identity.from_artifact(first)
-    mismatches = part_identity.changes(
-        first_identity, (part_identity.fingerprints | first_identity.fingerprints).keys() - {"corpus"}
-    )
+    names = {*first.manifest.fingerprints, *part.manifest.fingerprints} - {"corpus"}
+    mismatches = identity_changes(identity_of(first), identity_of(part), names)
     before, after = (
         {
             "targets": artifact.manifest.targets,

@@ -22,6 +22,8 @@ Shape letters: N rows, D columns of a sketch. Labels such as eq:feature-sketch a
 docs/paper_map.md.
 """
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -49,11 +51,10 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
-from grasp.pipeline.identity import Identity
-from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, prepare_inputs
+from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, identity_of, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.pipeline.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
+from grasp.pipeline.stored_inputs import provenance_fields, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
@@ -96,14 +97,15 @@ def build_artifact(
     """
     progress = progress or Silent()
     start_times = time.perf_counter(), time.process_time()
-    settings = resolve_settings(settings, in_memory)
+    settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
         is_resumed = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
         inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
-        work = out / "work" / inputs.identity.key
+        identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
+        work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
         if cluster is not None:
             from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
@@ -116,7 +118,7 @@ def build_artifact(
             for kernel in kernels:
                 kernel.prepare(inputs.units)
             writer = write_shards(inputs, workers, kernels, out, batch_cache, progress)
-        finish_artifact(inputs, kernels, writer, None if is_resumed else start_times)
+        finish_artifact(inputs, kernels, writer, None if is_resumed else start_times, progress)
         clean(inputs.settings, out)
     return out
 
@@ -251,8 +253,8 @@ def feature_bytes(inputs: Inputs) -> int:
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
     """Open the artifact `like`, whose moments are to be copied, and check that they are valid for these inputs."""
     artifact = ArtifactReader.open(like)
-    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
-    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
+    names = inputs.identity["fingerprints"].keys() - {"corpus", "targets"}
+    if changed := identity_changes(identity_of(artifact), inputs.identity, names):
         raise ArtifactError(
             f"like: {artifact.location} was built with another model or other features, so its moments are not valid "
             f"here: {'; '.join(changed)}; use the same model and features"
@@ -317,7 +319,7 @@ def write_shards(
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
         out,
-        identity=inputs.identity.record,
+        identity=inputs.identity,
         n_rows=store.n_rows,
         shard_rows=settings.shard_rows,
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
@@ -347,7 +349,11 @@ def write_shards(
 
 
 def finish_artifact(
-    inputs: Inputs, kernels: Sequence[Kernel], writer: ArtifactWriter, start_times: StartTimes | None
+    inputs: Inputs,
+    kernels: Sequence[Kernel],
+    writer: ArtifactWriter,
+    start_times: StartTimes | None,
+    progress: Progress,
 ) -> None:
     """Write units, moments and the manifest, which complete the artifact.
 
@@ -369,7 +375,7 @@ def finish_artifact(
     manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
     writer.finish(
         manifest=manifest,
-        moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
+        moments=(kernels[0].corpus.arrays() if kernels else {}) | unit_arrays(inputs, kernels, progress),
         units=unit_table(inputs),
         gains={name: sketch_gain(sums[f"{name}.square"], inputs.store.n_rows) for name in sketches},
         rows_kept=inputs.settings.keep_tokens,
@@ -424,16 +430,17 @@ def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
 # -------------------------------------------------------------------- settings, and the directory of a build
 
 
-def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
+def resolve_settings(settings: BuildSettings, model: Reference | None = None) -> BuildSettings:
     """Resolve `train` (further or new), and the kernels that follow from it.
 
+    Args:
+        model: a model that is passed as an object; None: that at `settings.model.path`.
     Raises:
         SettingsError: `train` cannot be inferred from the checkpoint, or a kernel does not exist.
     """
     if settings.model.reader is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
-    model = None if in_memory.model is None else in_memory.model.model
-    train = settings.train or recorded_train(settings.model, model)
+    train = settings.train or recorded_train(settings.model, None if model is None else model.model)
     if train is None:
         if model is None:
             check_readable(settings.model.path)  # report first that it is not a causal LM
