@@ -391,18 +391,7 @@ def add_target_columns(
 def encode(
     name: str, values_NE: NDArray[Any], scale_E: F32, dtype: str, *, start: int = 0, rows: pa.Table | None = None
 ) -> NDArray[Any]:
-    """Divide by the scale, and convert to the stored dtype, little-endian.
-
-    Args:
-        name: name of the array, for messages.
-        values_NE: numbers.
-        scale_E: divisor of each column.
-        dtype: stored dtype.
-        start: position of the first row in the corpus, for messages.
-        rows: the rows, whose row_id messages name.
-    Raises:
-        ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
-    """
+    """Divide by the scale and convert to the stored dtype; NaN, infinity and overflow are refused with their place."""
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
     for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
@@ -420,11 +409,7 @@ def encode(
 
 def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
     """Concatenate the row tables of all shards into one file; missing columns are null."""
-    try:
-        schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
-        what = " ".join(str(err).split())
-        raise ArtifactError(f"{tables[0].parent}: types of a label column differ: {what}") from err
+    schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
     with atomic_path(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         pending = schema.empty_table()
         for path in tables:

@@ -219,11 +219,7 @@ def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
 
 
 def refuse_untrainable(model: ModelSettings, corpus: CorpusSettings, option: str) -> None:
-    """Check that a model can be trained on a corpus by a recipe.
-
-    Raises:
-        SettingsError: no causal LM, or preference pairs; the message names `option`.
-    """
+    """Check that a model can be trained on a corpus by a recipe; messages name `option`."""
     is_pairs = corpus.form == "preference"
     if model.reader is not None or is_pairs:
         inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{model.reader}"
@@ -256,16 +252,7 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return differences from the recipe, and the price, of a replay of the targets of an artifact that have none.
-
-    Args:
-        out: directory of the artifact.
-        recipe: as of `replay_targets`.
-        settings: as of `replay_targets`.
-        overrides: as of `replay_targets`.
-    Raises:
-        ArtifactError, SettingsError, ModelError: as `replay_targets`; or all targets have a replay.
-    """
+    """Return differences from the recipe, and the price, of a replay that `replay_targets` would add."""
     artifact = ArtifactReader.open(out)
     origin = BuildSource(artifact, overrides)
     plan = _plan_for_artifact(artifact, origin, recipe, settings)

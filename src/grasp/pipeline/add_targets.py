@@ -75,7 +75,7 @@ def add_target(
 
 def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
     """Return the kernels of an artifact without its sketches, with the stored moments."""
-    corpus = CorpusMoments(model)
+    corpus = CorpusMoments(model.vocab_size)
     names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
     kernels = make_kernels(names, model, features, corpus)
     corpus.load(artifact.moments)

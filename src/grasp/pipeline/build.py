@@ -8,6 +8,7 @@ resumed if it is called with equal objects. Then `build` calls what may also be 
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -84,13 +85,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class OutputLocation:
-    """Where a build writes the artifact.
-
-    Attributes:
-        path: path or URL of the artifact.
-        url: URL to which the finished artifact is sent; None if it stays on this machine.
-        directory: local directory in which the artifact is built. Default: `path`.
-    """
+    """Where a build writes: path or URL, URL (None: it stays on this machine), and the local directory of the build."""
 
     path: Path
     url: str | None
@@ -228,12 +223,13 @@ def build(
             )
         build_config = resolve_settings(build_config, in_memory.model)
         if warm_up is not None:
+            problem = ""
             if output.url is not None or in_memory.model is not None or in_memory.source is not None:
-                raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save objects first")
-            if build_config.train != "further":
-                raise SettingsError(
-                    "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
-                )
+                problem = "needs paths of model and corpus, and a local --out; save objects first"
+            elif build_config.train != "further":
+                problem = "has no effect with --train new, where the model is not trained further; omit it"
+            if problem:
+                raise SettingsError(f"--warm-up: {problem}")
             checkpoint = train_warm_up(
                 build_config.model,
                 build_config.corpus,
@@ -268,7 +264,7 @@ def build(
         return ArtifactReader.open(output.path)
     progress.stage("sending", rows=None, tokens=None)
     remote.publish(output.directory, output.url, SIGNED_MANIFEST)
-    remote.discard_staging(output.url)
+    shutil.rmtree(output.directory, ignore_errors=True)  # the local copy
     return ArtifactReader.open(output.url)
 
 
@@ -285,14 +281,14 @@ def output_location(out: Path | str) -> OutputLocation:
     Raises:
         SettingsError: `out` is empty, or a URL of files that exist in this process only.
     """
-    if not str(out):
-        raise SettingsError("--out: missing; pass a directory for the artifact")
     path = remote.local_path(out)
-    url = remote.remote_url(path)
-    if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
-        raise SettingsError(
-            f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
-        )
+    url, problem = remote.remote_url(path), ""
+    if not str(out):
+        problem = "missing; pass a directory for the artifact"
+    elif url is not None and url.partition(":")[0] in remote.IN_PROCESS:
+        problem = f"got {url}, which is lost when this process ends; choose a directory or an object store"
+    if problem:
+        raise SettingsError(f"--out: {problem}")
     return OutputLocation(path, url, path if url is None else remote.staging_directory(url))
 
 
@@ -496,12 +492,7 @@ def _local_artifact(out: Path | str, option: str) -> Path:
 
 
 def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
-    """Return the names of targets, and the units of those that are passed as objects.
-
-    Args:
-        targets: names, files, or units, as in `build`.
-        loss_on: tokens of a unit that carry loss, see `TargetSettings.loss_on`.
-    """
+    """Return names of targets, and the units of those that are passed as objects; arguments as of `build`."""
     if isinstance(targets, str | Path):
         targets = split_names(str(targets))
     if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):

@@ -146,14 +146,7 @@ def _time_rows(inputs: Inputs, states_every: int) -> tuple[TokenRows, CorpusMome
 
 
 def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: bool) -> list[str]:
-    """Time the first rows and units, multiply, and return the lines of the forecast.
-
-    Args:
-        inputs: inputs of a build on the first documents.
-        ratio: number of documents of the corpus over those that were read.
-        tokens_bytes: bytes of all rows on disk.
-        untrained: accept a model that is no better than chance.
-    """
+    """Time the first rows and units, multiply by `ratio` (of all documents to those read), and return the forecast."""
     store, settings, features = inputs.store, inputs.settings, inputs.settings.features
     n_documents, n_rows, n_tokens, n_positions = (
         round(ratio * n) for n in (store.n_documents, store.n_rows, store.n_tokens, store.n_loss_positions)

@@ -46,14 +46,16 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
     """
-    progress, directory = progress or Silent(), Path(out)
+    progress, directory, problem = progress or Silent(), Path(out), ""
     if len(parts) < 2:
-        raise SettingsError(f"parts: got {len(parts)}, expected at least two artifacts")
-    if remote_url(out) is not None:
-        raise SettingsError(f"--out: got {out}, expected a directory on this machine")
+        problem = f"parts: got {len(parts)}, expected at least two artifacts"
+    elif remote_url(out) is not None:
+        problem = f"--out: got {out}, expected a directory on this machine"
+    elif directory.exists():
+        problem = f"--out: {directory} exists already; choose another name, or remove it"
+    if problem:
+        raise SettingsError(problem)
     opened = [ArtifactReader.open(part) for part in parts]
-    if directory.exists():
-        raise SettingsError(f"--out: {directory} exists already; choose another name, or remove it")
     check_outputs({"--out": directory}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
         _require_compatible(opened[0], part)

@@ -174,7 +174,7 @@ def estimate_moments(
     sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
     stages = {"moments": round(n_tokens * sampled_fraction), "rows scored": 0 if use_cache else n_tokens}
     progress.plan({stage: n for stage, n in stages.items() if n})
-    corpus = CorpusMoments(model, sample.states_every)
+    corpus = CorpusMoments(model.vocab_size, sample.states_every)
     kernels = make_kernels(settings.features.kernels, model, settings.features, corpus)
     moment_file = ArrayFiles(work / "moments")  # one file, with number 0
     if settings.like is not None:
@@ -236,7 +236,7 @@ def accumulate_moments(
         if k == 0 and must_be_trained:
             refuse_untrained(corpus.loss, inputs.model)
         if batch_cache is not None:
-            batch_cache.end_shard()
+            batch_cache.ends.append(batch_cache.n_batches)
 
 
 def feature_bytes(inputs: Inputs) -> int:
@@ -263,12 +263,7 @@ def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
 
 
 def refuse_untrained(loss: float, model: Reference) -> None:
-    """Raise an error if a language model is no better than chance; other models are not checked.
-
-    Args:
-        loss: its mean loss over some rows, in nats per token.
-        model: the model.
-    """
+    """Refuse a language model whose mean loss, in nats per token, is no better than chance."""
     if not isinstance(model, ReferenceModel):
         return
     chance = math.log(model.vocab_size)
@@ -281,18 +276,11 @@ def refuse_untrained(loss: float, model: Reference) -> None:
 
 
 def training_notes(settings: BuildSettings, loss: float, vocab_size: int) -> Iterator[str]:
-    """Yield notes: what will be trained, which kernels rank rows, and a warning if the model's loss contradicts it.
-
-    Args:
-        settings: resolved settings.
-        loss: mean loss of the model over the sample, in nats per token; NaN if it is unknown.
-        vocab_size: number of outputs of the model.
-    """
+    """Yield what will be trained and which kernels rank rows, and a warning if the loss of the model contradicts it."""
     chance = math.log(vocab_size)
     kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     model = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    loss_text = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
-    yield f"to be trained: {model}; rows rank by {', '.join(kernels)}{loss_text}"
+    yield (f"to be trained: {model}; rows rank by {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats per token")
     if settings.train == "further" and loss / chance > UNSKILLED_FRACTION:
         yield (
             f"warning: that loss is {loss / chance:.0%} of guessing ({chance:.1f}), which is high for a model that is "
@@ -311,11 +299,7 @@ def write_shards(
     batch_cache: BatchCache | None,
     progress: Progress,
 ) -> ArtifactWriter:
-    """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
-
-    Args:
-        batch_cache: batches of loop 1; None: run the model.
-    """
+    """Run loop 2: score and write the shards that are left, from cached batches if there are; return the writer."""
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
         out,
@@ -355,11 +339,7 @@ def finish_artifact(
     start_times: StartTimes | None,
     progress: Progress,
 ) -> None:
-    """Write units, moments and the manifest, which complete the artifact.
-
-    Args:
-        start_times: times at which the build began; None if it was interrupted since.
-    """
+    """Write units, moments and the manifest, which complete the artifact; an interrupted build has no times."""
     sums = writer.sums()
     seconds = None
     if start_times is not None:
@@ -390,11 +370,7 @@ def scored_shards(
     read_cached: Callable[[int], Iterable[Arrays]] | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
-    """Yield the scores of shards, as they finish, each with its number.
-
-    Args:
-        read_cached: returns the stored batches of a shard; None: run the model.
-    """
+    """Yield the number and the scores of shards as they finish; without `read_cached` the model is run."""
     store, keep_features = inputs.store, inputs.settings.keep_features
     n_rows = round(store.n_rows * len(shards) / store.n_shards)
     if read_cached is not None:
@@ -475,24 +451,27 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     Returns:
         Whether a build was begun here before.
     """
-    path, current = out / RUN, settings.model_dump(mode="json")
+    path, current, problem = out / RUN, settings.model_dump(mode="json"), ""
     finished = (out / MANIFEST).exists()
     if not has_work(out) and not finished:
         if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
             write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
+    changed: list[str] = []
     if path.exists():
         changed = list(differences(read_yaml(path), current))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
         changed = list(differences(SIGNED_MANIFEST.read(out).settings, current, ignore_unset=True))
     else:
-        raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
+        problem = f"has no {RUN}, so its settings are unknown; choose another --out"
     if changed:
         state = "a finished artifact, built" if finished else "an unfinished build, begun"
-        raise ArtifactError(
-            f"{out}: holds {state} with other settings: {'; '.join(changed)}; choose another --out, use the old "
-            f"settings, or delete {out}"
+        problem = (
+            f"holds {state} with other settings: {'; '.join(changed)}; choose another --out, use the old settings, or "
+            f"delete {out}"
         )
+    if problem:
+        raise ArtifactError(f"{out}: {problem}")
     progress.note(f"{out}: finished with these settings; nothing to do" if finished else f"{out}: resuming")
     return True
 

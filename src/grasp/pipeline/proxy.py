@@ -86,16 +86,7 @@ def train_proxy(
 
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
-    """Save an untrained model with the shape that `train_proxy` would train, and forecast its training from one step.
-
-    Args:
-        out: temporary directory.
-        corpus: settings that read a part of the corpus.
-        tokenizer: as of `train_proxy`.
-        ratio: size of the corpus divided by that of the part.
-    Returns:
-        The directory of the model, and the forecast as text.
-    """
+    """Save an untrained proxy for the whole corpus, `ratio` times its part, and forecast its training from one step."""
     encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
@@ -137,11 +128,7 @@ def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> Train
 
 
 def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:
-    """Yield the first texts of a corpus, `TOKENIZER_CHARS` characters or a little more, to train a tokenizer on.
-
-    Raises:
-        CorpusError: a document has no text.
-    """
+    """Yield the first texts of a corpus, about `TOKENIZER_CHARS` characters, to train a tokenizer on."""
     chars = 0
     for document in read_documents(corpus):
         if document.text is None:

@@ -70,12 +70,7 @@ class ReplayPlan:
 
 
 def read_recipe(recipe: FineTuningRecipe | Mapping[str, Any] | Path | str | None) -> FineTuningRecipe | None:
-    """Return a recipe that is passed as settings by name, or as a YAML or JSON file.
-
-    Raises:
-        SettingsError: an invalid recipe.
-        ModelError: the recipe has something that is not differentiated.
-    """
+    """Return a recipe that is passed as settings by name, or as a YAML or JSON file."""
     if recipe is None or isinstance(recipe, FineTuningRecipe):
         return recipe
     return FineTuningRecipe.from_mapping(recipe) if isinstance(recipe, Mapping) else FineTuningRecipe.read(Path(recipe))
@@ -146,30 +141,15 @@ def plan_replay(
 def make_trainable(
     model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe, seed: int
 ) -> tuple[Any, list[str]]:
-    """Prepare a model for the training of a recipe: its dtype, the parameters that are trained, and its adapter.
-
-    Args:
-        model: model to train, which is changed.
-        frozen: names of parameters that are not trained.
-        recipe: training of the model.
-        seed: seed of the initial weights of the adapter.
-    Returns:
-        The model in float32 or float64, and notes on differences from the recipe.
-    Raises:
-        MissingExtraError: the recipe has an adapter, and peft is not installed.
-        SettingsError: the recipe's adapter does not fit the model.
-    """
+    """Return a model in an exact dtype with the adapter and trained parameters of a recipe, and notes on changes."""
     notes, dtype = [*recipe.notes], next(model.parameters()).dtype
     if dtype not in EXACT_DTYPES:
         model = model.float()
         notes.append(f"the model is in {str(dtype).removeprefix('torch.')}, its replay in float32")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
-    return (model if recipe.lora_r is None else _with_adapter(model, recipe, seed)), notes
-
-
-def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.Module:
-    """Return the model with the LoRA adapter of a recipe."""
+    if recipe.lora_r is None:
+        return model, notes
     peft = require("peft", extra="peft", feature="the recipe's LoRA adapter")
     if any(isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) for module in model.modules()):
         raise SettingsError(
@@ -186,24 +166,17 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
         warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
         torch.manual_seed(seed)
         try:
-            adapted: nn.Module = peft.get_peft_model(model, config).get_base_model()
+            model = peft.get_peft_model(model, config).get_base_model()
         except ValueError as err:
             raise SettingsError(f"recipe: lora_target_modules: {' '.join(str(err).split())[:200]}") from err
-    return adapted
+    return model, notes
 
 
 # -------------------------------------------------------------------- forecast
 
 
 def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
-    """Time the gradient of one batch; return the cost of a replay, in trainings, and a line on time, memory and disk.
-
-    Args:
-        plan: trainings of the replay.
-        rows: rows of the corpus, or some of them.
-        n_rows: number of rows of the whole corpus.
-        n_targets: number of targets.
-    """
+    """Time the gradient of one batch; return the cost in trainings, and a line on time, memory and disk."""
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)  # `rows` may be fewer than the order names
