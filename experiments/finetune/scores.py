@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from experiments.finetune.features import Features
 from grasp.arrays import F32, F64
 from grasp.kernels.embedding import one_hot_tokens
+from grasp.kernels.kernel import CorpusMoments
 from grasp.kernels.knn import knn_relevance, prepare_knn
 from grasp.kernels.output_layer import output_layer_relevance, prepare_targets
-from grasp.kernels.whitening import MomentAccumulator, SecondMoments, Whitener, preconditioner, whitening_map
+from grasp.kernels.whitening import HiddenMoments, SecondMoments, Whitener, preconditioner, whitening_map
 from grasp.models.residuals import PooledFeatures, SparseResidual, pool
 from grasp.paper.pooled import pooled_relevance, prepare_units
 
@@ -54,11 +55,11 @@ class Sides:
     def _moments(self, dense_PH: F32, index_PK: NDArray[np.int32], value_PK: F32) -> SecondMoments:
         if self.drawn_P is not None:
             dense_PH, index_PK, value_PK = (values[self.drawn_P] for values in (dense_PH, index_PK, value_PK))
-        accumulator = MomentAccumulator(self.vocabulary)
+        accumulator = HiddenMoments(CorpusMoments(self.vocabulary))
         for start in range(0, len(dense_PH), 4096):
             part = slice(start, start + 4096)
             accumulator.add(dense_PH[part], index_PK[part], value_PK[part])
-        return accumulator.moments()
+        return accumulator.value
 
     def hidden_map(self, ridge: float | None) -> F64:
         return self._map(self.moments.covariance_HH, ridge)
@@ -115,9 +116,9 @@ def token_kernel(sides: Sides, alpha: float = ALPHA, epsilon: float = EPSILON, t
 def pooled_kernel(sides: Sides) -> F64:
     """The paper's: means over the last 32 positions with loss, whitened by moments of these means."""
     rows, units = (_pooled(side, sides.vocabulary) for side in (sides.rows, sides.units))
-    accumulator = MomentAccumulator(sides.vocabulary)
+    accumulator = HiddenMoments(CorpusMoments(sides.vocabulary))
     accumulator.add(rows.hidden_NH, rows.residual_NV.indices, rows.residual_NV.data)
-    whitener = Whitener.fit(accumulator.moments(), tau=TAU, alpha=ALPHA, epsilon=EPSILON)
+    whitener = Whitener.fit(accumulator.value, tau=TAU, alpha=ALPHA, epsilon=EPSILON)
     row_NH, unit_EH = ((side.hidden_NH - whitener.mean_H) @ whitener.map_HH for side in (rows, units))
     return pooled_relevance(
         row_NH, rows.residual_NV, prepare_units(unit_EH, units.residual_NV, whitener.precondition_V)

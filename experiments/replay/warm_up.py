@@ -27,7 +27,6 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
 from grasp.pipeline.warm_up import warm_up
-from grasp.progress import Silent
 from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
@@ -44,7 +43,15 @@ def warmed_up(world: World, work: Path, steps: int, *, of_world: bool) -> Artifa
         learning_rate=world.kind.recipe.learning_rate, per_device_train_batch_size=16, lr_scheduler_type="linear"
     )
     label = f"warm-up-{steps}-{'world' if of_world else 'default'}"
-    model = warm_up(work / label, settings, steps, recipe if of_world else None, Silent())
+    model = warm_up(
+        settings.model,
+        settings.corpus,
+        steps,
+        work / label,
+        recipe=recipe if of_world else None,
+        shard_rows=settings.shard_rows,
+        seed=settings.features.seed,
+    )
     return artifact_of(world.name, work, model, world.tokenizer, FEATURES, 8192, label)
 
 

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from grasp.api.retrain import retrain
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
+    from grasp.pipeline.build import add_replay, add_targets
     from grasp.pipeline.preview import preview_corpus, preview_targets
+    from grasp.pipeline.proxy import train_proxy
+    from grasp.pipeline.warm_up import warm_up
     from grasp.results import Result
     from grasp.runs.import_runs import import_runs
     from grasp.runs.retrained import RetrainedRuns
@@ -32,6 +35,8 @@ _HOMES = {
     "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
     "Scorer": "grasp.distil.scorer",
+    "add_replay": "grasp.api.makers",
+    "add_targets": "grasp.api.makers",
     "apply": "grasp.distil.apply",
     "build": "grasp.api.makers",
     "evaluate": "grasp.api.evaluate",
@@ -45,6 +50,8 @@ _HOMES = {
     "preview_targets": "grasp.pipeline.preview",
     "propose_runs": "grasp.select.proposals",
     "retrain": "grasp.api.retrain",
+    "train_proxy": "grasp.api.makers",
+    "warm_up": "grasp.api.makers",
 }
 __all__ = [
     "Artifact",
@@ -53,6 +60,8 @@ __all__ = [
     "RetrainedRuns",
     "Scorer",
     "__version__",
+    "add_replay",
+    "add_targets",
     "apply",
     "build",
     "evaluate",
@@ -65,6 +74,8 @@ __all__ = [
     "preview_targets",
     "propose_runs",
     "retrain",
+    "train_proxy",
+    "warm_up",
 ]  # without `open`, so that `from grasp import *` does not shadow the built-in
 
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from datetime import date
-from typing import Annotated, Any, ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +30,7 @@ from grasp.kernel_table import SKETCHES, WEIGHTS
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
+SHARD_ROWS = 1024  # default of `BuildSettings.shard_rows`
 CHAT_DATE = date(2024, 7, 26)  # the default date of Llama 3's chat template
 
 
@@ -59,6 +61,9 @@ def refuse_idle(settings: Settings, names: Sequence[str], because: str) -> None:
     idle = [name for name in names if name in settings.model_fields_set and getattr(settings, name) is not None]
     if idle:
         raise ValueError(f"{', '.join(idle)}: no effect, since {because}; remove")
+
+
+S = TypeVar("S", bound=Settings)
 
 
 class PromptFormats(Settings):
@@ -433,7 +438,9 @@ class BuildSettings(Settings):
     like: str | None = Field(
         None, description="Artifact whose moments are used instead of estimating them, so that both can be merged."
     )
-    shard_rows: int = Field(1024, ge=1, description="Rows per shard; an interrupted build loses at most one shard.")
+    shard_rows: int = Field(
+        SHARD_ROWS, ge=1, description="Rows per shard; an interrupted build loses at most one shard."
+    )
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
     keep_features: bool = Field(
         False,
@@ -592,6 +599,13 @@ class RetrainSettings(Settings):
     def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:
         """Return the losses that are recorded, without duplicates."""
         return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
+
+
+def path_settings(settings_class: type[S], value: S | Mapping[str, Any] | Path | str, location: str) -> S:
+    """Return the settings of a corpus or a model that is passed as settings, settings by name, or a path."""
+    if isinstance(value, settings_class):
+        return value
+    return validated(settings_class, value if isinstance(value, Mapping) else {"path": str(value)}, location)
 
 
 def build_settings(data: dict[str, Any], location: str = "settings") -> BuildSettings:

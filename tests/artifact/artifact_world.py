@@ -127,8 +127,7 @@ class World:
         for k in range(extension.grid.n_shards) if shards is None else shards:
             if k in extension.left:
                 block = self.new_values[slice(*extension.grid.bounds(k))]
-                sums = {"relevance_output_layer": block.astype(np.float64).sum(axis=0)}
-                extension.write_shard(k, {"relevance_output_layer": block}, None, sums)
+                extension.write_shard(k, {"relevance_output_layer": block}, None, {})
 
     def extend(self, path: Path) -> Path:
         with self.open_extension(path) as extension:

@@ -114,12 +114,14 @@ def test_units_moments_and_sums(world, tmp_path):
     assert artifact.targets == ("sciq", "openbookqa")
     assert artifact.unit_columns("sciq").tolist() == [0, 1, 2]
     assert artifact.unit_columns("openbookqa").tolist() == [3]
-    assert set(artifact.moments) == set(world.moments)
+    assert set(artifact.moments) == {*world.moments, *(f"sum.{name}" for name in world.values)}
     for name, value in world.moments.items():
         np.testing.assert_array_equal(artifact.moments[name], value)
         assert artifact.moments[name].dtype == value.dtype
     for name, values in world.values.items():
-        np.testing.assert_allclose(artifact.sums[name], values.sum(axis=0, dtype=np.float64) / 3, rtol=1e-12)
+        np.testing.assert_allclose(
+            artifact.moments[f"sum.{name}"], values.sum(axis=0, dtype=np.float64) / 3, rtol=1e-12
+        )
     assert artifact.manifest.skipped == {"empty": 2}
     assert artifact.relevance_name("output_layer") == "relevance_output_layer"
 

@@ -172,7 +172,7 @@ def everything(path: Path) -> None:
     """All that readers of an artifact ask for."""
     try_each(lambda: info(path), lambda: verify(path))
     artifact = ArtifactReader.open(path)
-    _ = artifact.units, dict(artifact.moments), dict(artifact.sums), artifact.protected_paths, artifact.tokens_path
+    _ = artifact.units, dict(artifact.moments), artifact.protected_paths, artifact.tokens_path
     for name in artifact.array_names:
         for _, block in artifact.array_blocks(name):
             assert block.dtype == np.float32

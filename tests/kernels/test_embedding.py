@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from grasp.errors import ModelError
 from grasp.kernels.embedding import embedding_relevance, one_hot_tokens
+from grasp.kernels.kernel import CorpusMoments
 from grasp.kernels.output_layer import prepare_targets
-from grasp.kernels.whitening import MomentAccumulator, Whitener
+from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models import residuals
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import extract
@@ -45,10 +46,10 @@ def world(seed: int, vocab: int = 12, tau: float = TAU, alpha: float = ALPHA, ep
     residual = sparse_residual(head.linear_logits(hidden), torch.randint(0, V, (POSITIONS,)), 6)
     unit_residual = sparse_residual(head.linear_logits(unit_hidden), torch.randint(0, V, (UNIT_POSITIONS,)), 6)
     token, unit_token = torch.randint(0, vocab, (POSITIONS,)), torch.randint(3, vocab + 9, (UNIT_POSITIONS,))
-    accumulator = MomentAccumulator(V)
+    accumulator = HiddenMoments(CorpusMoments(V))
     tokens = one_hot_tokens(token)
     accumulator.add(hidden_gradient(head, residual).numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
-    moments = accumulator.moments()
+    moments = accumulator.value
     whitener = Whitener.fit(moments, centred=False, tau=tau, alpha=alpha, epsilon=epsilon)
     row = torch.arange(POSITIONS) * N // POSITIONS
     unit = torch.sort(torch.arange(UNIT_POSITIONS) % E).values

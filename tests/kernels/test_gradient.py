@@ -58,7 +58,7 @@ def relevance_by_definition(whole_NP: torch.Tensor, units_EP: torch.Tensor, damp
 def relevance(gradients: SampledGradients, examples, unit_examples) -> torch.Tensor:
     """Compute relevance as in a build."""
     model = gradients.engine.model
-    kernel = Gradient(model, asked_for(None), CorpusMoments(model))
+    kernel = Gradient(model, asked_for(None), CorpusMoments(model.vocab_size))
     for example in examples:
         kernel.observe(batch_of(gradients, [example]))
     kernel.prepare(batch_of(gradients, unit_examples))
@@ -153,7 +153,7 @@ def test_a_preconditioner_of_zeros_does_not_change_gradients():
 def test_a_row_with_a_gradient_that_is_not_finite_has_relevance_zero():
     gradients = opened("llama", dtype=torch.float32)
     model = gradients.engine.model
-    kernel = Gradient(model, asked_for(None), CorpusMoments(model))
+    kernel = Gradient(model, asked_for(None), CorpusMoments(model.vocab_size))
     batch = batch_of(gradients, rows(2))
     kernel.observe(batch)
     kernel.prepare(batch_of(gradients, units()[:2]))

@@ -5,7 +5,8 @@ import torch
 
 from grasp.kernels.embedding import one_hot_tokens
 from grasp.kernels.hidden_bias import hidden_bias_relevance, prepare_hidden_bias
-from grasp.kernels.whitening import MomentAccumulator, Whitener
+from grasp.kernels.kernel import CorpusMoments
+from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models.head import OutputHead
 from grasp.models.residuals import hidden_gradient, sparse_residual
 from tests.rounding import rounding
@@ -51,10 +52,10 @@ def test_shift_relevance_is_the_inner_product_of_exact_gradients():
 
 def test_common_directions_of_all_rows_have_less_weight():
     head, rows, units = world(1)
-    accumulator = MomentAccumulator(V)
+    accumulator = HiddenMoments(CorpusMoments(V))
     delta_PH, tokens = delta(head, *rows[:2]), one_hot_tokens(torch.zeros(30, dtype=torch.int64))
     accumulator.add(delta_PH.numpy(), tokens.index_PK.numpy(), tokens.value_PK.numpy())
-    whitener = Whitener.fit(accumulator.moments(), centred=False, tau=0.01, alpha=1.0, epsilon=0.3)
+    whitener = Whitener.fit(accumulator.value, centred=False, tau=0.01, alpha=1.0, epsilon=0.3)
     unit_EH = prepare_hidden_bias(delta(head, *units[:2]), units[2], E, whitener)
     second = (delta_PH.T @ delta_PH).double().numpy() / 30
     inverse = np.linalg.inv(second + 0.01 * np.trace(second) / H * np.eye(H))

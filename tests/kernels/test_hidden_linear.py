@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from grasp.kernels.hidden_linear import RIDGE, hidden_linear_relevance, prepare_hidden_linear
-from grasp.kernels.whitening import MomentAccumulator
+from grasp.kernels.kernel import CorpusMoments
+from grasp.kernels.whitening import HiddenMoments
 from tests.kernels.test_hidden_bias import TERMS, E, H, N, V, delta, world
 from tests.rounding import rounding
 
@@ -22,9 +23,9 @@ def gradient(head, hidden, label, owner, which, mean) -> np.ndarray:
 def moments_of(hidden_PH, delta_PH):
     actual = []
     for dense_PH in (hidden_PH, delta_PH):
-        accumulator = MomentAccumulator(V)
+        accumulator = HiddenMoments(CorpusMoments(V))
         accumulator.add(dense_PH.numpy(), np.zeros((len(dense_PH), 1), np.int64), np.ones((len(dense_PH), 1)))
-        actual.append(accumulator.moments())
+        actual.append(accumulator.value)
     return actual
 
 

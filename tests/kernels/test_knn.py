@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grasp.kernels.kernel import CorpusMoments
 from grasp.kernels.knn import KERNEL_WIDTH, PRIOR, knn_relevance, prepare_knn
-from grasp.kernels.whitening import MomentAccumulator, Whitener
+from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models.residuals import sparse_residual
 from tests.rounding import rounding
 
@@ -22,10 +23,10 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     residual, unit_residual = (
         sparse_residual(states @ weight.T, torch.randint(0, V, (len(states),)), 3) for states in (hidden, unit_hidden)
     )
-    accumulator = MomentAccumulator(V)
+    accumulator = HiddenMoments(CorpusMoments(V))
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
-    whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
-    moments = accumulator.moments(), hidden[:M].numpy(), residual.label_P[:M].numpy()
+    whitener = Whitener.fit(accumulator.value, tau=0.01, alpha=1.0, epsilon=0.3)
+    moments = accumulator.value, hidden[:M].numpy(), residual.label_P[:M].numpy()
     row = torch.arange(positions) * N // positions
     unit = torch.arange(unit_positions) % E  # out of order, as batches of like lengths leave them
     return (hidden, residual.label_P, row), (unit_hidden, unit_residual, unit), whitener, moments

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.kernels import output_layer as token_match
-from grasp.kernels.whitening import MomentAccumulator, Whitener
+from grasp.kernels.kernel import CorpusMoments
+from grasp.kernels.whitening import HiddenMoments, Whitener
 from grasp.models.residuals import pool, sparse_residual
 from grasp.paper.product_sketch import ProductMaps
 from tests.models.test_residuals import dense
@@ -23,9 +24,9 @@ def world(seed: int, positions: int = POSITIONS, unit_positions: int = UNIT_POSI
     hidden, unit_hidden = torch.randn(positions, H) + 0.5, torch.randn(unit_positions, H) + 0.5
     residual = sparse_residual(hidden @ weight.T, torch.randint(0, V, (positions,)), 6)
     unit_residual = sparse_residual(unit_hidden @ weight.T, torch.randint(0, V, (unit_positions,)), 6)
-    accumulator = MomentAccumulator(V)
+    accumulator = HiddenMoments(CorpusMoments(V))
     accumulator.add(hidden.numpy(), residual.index_PK.numpy(), residual.value_PK.numpy())
-    whitener = Whitener.fit(accumulator.moments(), tau=0.01, alpha=1.0, epsilon=0.3)
+    whitener = Whitener.fit(accumulator.value, tau=0.01, alpha=1.0, epsilon=0.3)
     row = torch.arange(positions) * N // positions
     unit = torch.sort(torch.arange(unit_positions) % E).values
     return hidden, unit_hidden, residual, unit_residual, whitener, row, unit

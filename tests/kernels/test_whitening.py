@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grasp.kernels.kernel import CorpusMoments
 from grasp.kernels.sketch import CountSketch, gaussian_projection
-from grasp.kernels.whitening import MomentAccumulator, preconditioner, whitening_map
+from grasp.kernels.whitening import HiddenMoments, preconditioner, whitening_map
 
 
 def samples(seed: int, count: int):
@@ -22,12 +23,12 @@ def samples(seed: int, count: int):
 def test_merged_moments_equal_those_of_the_whole_sample(seed, cuts):
     hidden, index, value = samples(seed, 30)
     edges = [0, *sorted(cuts), 30]
-    merged = MomentAccumulator(11)
+    merged = HiddenMoments(CorpusMoments(11))
     for low, high in itertools.pairwise(edges):
-        part = MomentAccumulator(11)
+        part = HiddenMoments(CorpusMoments(11))
         part.add(hidden[low:high], index[low:high], value[low:high])
         merged.merge(part)
-    actual = merged.moments()
+    actual = merged.value
     gamma = np.zeros(11)
     for line_index, line_value in zip(index, value, strict=True):
         for k, v in zip(line_index, line_value, strict=True):

@@ -33,7 +33,7 @@ from grasp.models import forward_pass as extract
 from grasp.models.build_source import BuildSource
 from grasp.pipeline.add_targets import add_target
 from grasp.pipeline.forecast import forecast
-from grasp.pipeline.inputs import ON_DISK, prepare_inputs
+from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.model_pass import compute_moments
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
@@ -525,7 +525,7 @@ def test_stored_rows_are_verified(root, built, tmp_path):
 def test_a_build_reports_its_inputs_and_its_progress(root, tmp_path):
     notes, subset_notes, unnamed_notes = Notes(), Notes(), Notes()
     build_artifact(world(root), tmp_path / "art", progress=notes)
-    columns, labels, rows, special, questions, leaks, which = notes.lines
+    columns, labels, rows, special, questions, which, leaks = notes.lines
     assert leaks.startswith("facts: ")
     assert special.startswith("special tokens: ")
     assert re.match("columns: .*'text'.*'row_id'", columns)
@@ -817,7 +817,7 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
 def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):
     silent = write_checkpoint(tmp_path / "silent", train=None)
     settings = world(root, train=None)
-    assert resolve_settings(settings, ON_DISK).train == "new"  # the checkpoint says it
+    assert resolve_settings(settings).train == "new"  # the checkpoint says it
     with pytest.raises(SettingsError, match=r"--train: .*`--train further`"):
         build_artifact(changed(settings, model={"path": str(silent)}), tmp_path / "artifact")
     assert not (tmp_path / "artifact").exists()

@@ -74,7 +74,7 @@ def read_rows(path: Path) -> Any:
 def read_artifact(path: Path) -> Any:
     artifact = ArtifactReader.open(path)
     blocks = [block.tolist() for name in artifact.array_names for _, block in artifact.array_blocks(name)]
-    moments = {name: array.tolist() for name, array in (*artifact.moments.items(), *artifact.sums.items())}
+    moments = {name: array.tolist() for name, array in artifact.moments.items()}
     tables = artifact.units, artifact.rows(np.arange(artifact.n_rows)), pa.Table.from_batches(artifact.row_batches())
     return artifact.manifest, blocks, moments, [table.to_pydict() for table in tables]
 

@@ -1,8 +1,9 @@
-"""Functions that build, merge and open artifacts; analysis functions are methods of `grasp.Artifact`.
+"""Functions that build, merge, extend and open artifacts; analysis functions are methods of `grasp.Artifact`.
 
     import grasp
     art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")    # or objects in memory
     art = grasp.open("art")                                             # a path or a URL
+    grasp.add_targets("art", "exam.jsonl"), grasp.add_replay("art", recipe="sft.yaml")
     art.score("sciq"), art.predict(drop="topic = 'Games'"), art.select("20%", "sciq").export("kept")
     runs = grasp.open_runs("env")
     grasp.evaluate(art, runs), grasp.calibrate(art, runs).save("protocol.yaml")
@@ -19,7 +20,15 @@ from grasp.api.artifact import Artifact
 from grasp.progress_display import shows_progress
 
 P = ParamSpec("P")
-MAKERS = ("build", "merge")  # `grasp.pipeline.build.build` and `grasp.pipeline.merge.merge`
+# The modules of functions that write to an artifact; `build` and `merge` return it opened.
+MAKERS = {
+    "add_replay": "grasp.pipeline.build",
+    "add_targets": "grasp.pipeline.build",
+    "build": "grasp.pipeline.build",
+    "merge": "grasp.pipeline.merge",
+    "train_proxy": "grasp.pipeline.proxy",
+    "warm_up": "grasp.pipeline.warm_up",
+}
 
 open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
 
@@ -48,4 +57,5 @@ else:
         """Import the build functions, and with them torch, on first access."""
         if name not in MAKERS:
             raise AttributeError(f"module 'grasp.api.makers' has no attribute {name!r}")
-        return _opened(getattr(import_module(f"grasp.pipeline.{name}"), name))
+        function = getattr(import_module(MAKERS[name]), name)
+        return _opened(function) if name in ("build", "merge") else shows_progress(function)

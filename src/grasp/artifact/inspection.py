@@ -1,6 +1,5 @@
 """Describe an artifact (`info`), and compare its files with their recorded checksums (`verify`)."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import numpy as np
 
 from grasp.artifact.manifest import REPLAY, TOKENS, ShardGrid
 from grasp.artifact.reader import open_manifest
-from grasp.files import FileEntry
 from grasp.text import plain, size_text, skipped_text, text_table
 
 UNFINISHED_REPLAY = "a replay is unfinished; repeat the command that started it, with the same --recipe, to continue it"
@@ -118,7 +116,7 @@ def verify(path: Path | str) -> VerifyReport:
     manifest, files = open_manifest(path)
     if (files.root / TOKENS).exists():  # they are not copied with the artifact
         files.entries = manifest.files | manifest.rows_kept
-    problems = tuple(Problem(name, damage) for name, damage in files.verify().items())
+    problems = tuple(Problem(name, damage) for name in sorted(files.entries) if (damage := files.fault(name)))
     return VerifyReport(
         files.location, len(files.entries), sum(entry.bytes for entry in files.entries.values()), problems
     )
@@ -132,7 +130,11 @@ def info(path: Path | str) -> ArtifactInfo:
     """
     manifest, files = open_manifest(path)
     unfinished = [UNFINISHED_REPLAY] if (files.root / REPLAY).exists() else []
-    bytes_by_group = _bytes_by_group(manifest.files)
+    bytes_by_group: dict[str, int] = {}
+    for name, file in manifest.files.items():
+        first = name.partition("/")[0].partition(".")[0]  # directory, or name without suffix
+        group = first if first in FILE_GROUPS else "other"
+        bytes_by_group[group] = bytes_by_group.get(group, 0) + file.bytes
     bytes_total = sum(bytes_by_group.values())
     arrays = []
     for name, entry in manifest.arrays.items():
@@ -167,13 +169,3 @@ def info(path: Path | str) -> ArtifactInfo:
         details=manifest.details,
         replays=(*map(str, manifest.replays), *unfinished),
     )
-
-
-def _bytes_by_group(files: Mapping[str, FileEntry]) -> dict[str, int]:
-    """Return the total size of the files of each directory or table that `FILE_GROUPS` lists, and of all others."""
-    totals: dict[str, int] = {}
-    for name, entry in files.items():
-        first = name.partition("/")[0].partition(".")[0]  # directory, or name without suffix
-        group = first if first in FILE_GROUPS else "other"
-        totals[group] = totals.get(group, 0) + entry.bytes
-    return totals

@@ -182,20 +182,13 @@ class Manifest(JsonModel):
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
 
-class SumEntry(JsonModel):
-    """A float64 array as little-endian bytes in base64: exact, and a third of the size of decimal text."""
-
-    shape: tuple[int, ...]
-    base64: str
-
-
 class ShardMark(JsonModel):
-    """Completion mark of a shard: its rows, its files, and float64 sums over its rows."""
+    """Completion mark of a shard: its rows, its files, and sums over its rows."""
 
     start: int
     stop: int
     files: dict[FileName, FileEntry]
-    sums: dict[str, SumEntry]
+    sums: dict[str, tuple[float, ...]]
 
 
 class BuildRecord(JsonModel):

@@ -8,8 +8,8 @@ A number is stored as a shard of rows by a group of columns, divided by a scale 
 value = stored number * scale * gain. The gain is one factor per array, which is known only after all rows (see
 `grasp.pipeline.pipeline.sketch_gain`).
 
-Moments are the means and covariances over the corpus that kernels use; sums are totals over all rows. Both are named
-arrays in the moments files. Start with `ArtifactReader.open` and `ArtifactReader.array_blocks`.
+Moments are the means and covariances over the corpus that kernels use, and sums over all rows. They are named arrays in
+the moments files. Start with `ArtifactReader.open` and `ArtifactReader.array_blocks`.
 
 Shape letters: N rows, n rows of a block, E columns.
 """
@@ -40,7 +40,6 @@ from grasp.artifact.manifest import (
     SHARD_FEATURES,
     SHARD_ROWS,
     SIGNED_MANIFEST,
-    SUM,
     TOKENS,
     BuildRecord,
     BuiltShards,
@@ -281,12 +280,7 @@ class ArtifactReader:
     @cached_property
     def moments(self) -> "MomentArrays":
         """Return the moments and other arrays of the build, which are read lazily."""
-        return MomentArrays([self._files.file(name) for name in self.manifest.moments], sums=False)
-
-    @cached_property
-    def sums(self) -> "MomentArrays":
-        """Return float64 totals over all rows by name, before the gain of an array."""
-        return MomentArrays([self._files.file(name) for name in self.manifest.moments], sums=True)
+        return MomentArrays([self._files.file(name) for name in self.manifest.moments])
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -445,38 +439,25 @@ def _as_slice(index: I64) -> slice | I64:
 
 
 class MomentArrays(Mapping[str, NDArray[Any]]):
-    """Named arrays of the moments files, read lazily.
+    """Named arrays of the moments files of the build and of each extension, read lazily."""
 
-    If both the build and an extension (targets that were added later) have an array of the same name, which only sums
-    do, that of the extension is appended on the last axis.
-
-    Args:
-        paths: moments file of the build, then of each extension.
-        sums: contain the sums over rows, whose stored names begin with `SUM`; otherwise all other arrays.
-    """
-
-    def __init__(self, paths: Sequence[Path], *, sums: bool) -> None:
-        prefix = SUM if sums else ""
-        # for each name, the file and the stored name of each array
-        self._stored: dict[str, list[tuple[Path, str]]] = {}
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths: dict[str, Path] = {}
         for path in paths:
             with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    if key.startswith(SUM) == sums:
-                        self._stored.setdefault(key.removeprefix(prefix), []).append((path, key))
+                self._paths |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        arrays = []
-        for path, key in self._stored[name]:
-            with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
-                arrays.append(file.get_tensor(key))
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+        path = self._paths[name]
+        with readable(path, VERIFY), safe_open(path, framework="numpy") as file:
+            array: NDArray[Any] = file.get_tensor(name)
+        return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._paths)
 
 
 def _map_array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:

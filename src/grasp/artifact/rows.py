@@ -134,13 +134,7 @@ def row_amounts(artifact: ArtifactReader, measure: str, codes_N: Integers) -> F6
 
 
 def label_column(artifact: ArtifactReader, name: str, location: str = "label") -> LabelColumn:
-    """Read a label of every row: a column, or an expression such as host(url).
-
-    Args:
-        location: argument that messages name.
-    Raises:
-        SubsetError: no such column, or an invalid expression.
-    """
+    """Read a label of every row: a column, or an expression such as host(url); messages name `location`."""
     table = LabelTable(artifact.rows_path)
     return cached(artifact, ("label", name), 8 * table.n_rows, lambda: table.column(name, location))
 
@@ -194,13 +188,7 @@ def indices_of_row_ids(artifact: ArtifactReader, row_ids: Sequence[str]) -> I64:
 
 
 def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None = None) -> I64:
-    """Return row indices by descending value; ties in corpus order.
-
-    Args:
-        values_N: values to rank by.
-        among_N: rows that are ranked. Default: all.
-        count: return only the first `count`, without sorting the others. Default: all.
-    """
+    """Return indices of rows, or of those `among_N`, by descending value, ties in corpus order; the first `count`."""
     negated, row_index = -values_N, None if among_N is None else np.flatnonzero(among_N)
     if row_index is not None:
         negated = negated[row_index]

@@ -5,7 +5,6 @@ own (see `artifact/manifest.py`). Existing files are not rewritten, so the artif
 stays readable until the manifest is replaced. Start with `ArtifactWriter.open` and `ArtifactWriter.extend`.
 """
 
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ from grasp.artifact.manifest import (
     ColumnGroup,
     Manifest,
     ShardGrid,
-    SumEntry,
     of_part,
     part_dir,
 )
@@ -230,15 +228,13 @@ class ArtifactWriter(BuiltShards):
             arrays: name -> (rows of the shard, width).
             rows: row_id, doc_id, n_tokens, loss, snippet and labels, in row order; row_index is added. None for an
                 extension, whose rows are those of the artifact.
-            sums: name -> float64 totals over the rows of the shard, which are summed over shards in row order. Those of
-                an extension are appended, on the last axis, to the artifact's totals of the same name.
+            sums: name -> sums over the rows of the shard, float64, which `finish` adds over shards.
         Raises:
             ArtifactError: a number is not finite or does not fit the stored type (the message names array, row and
                 column), or the disk is full (no file of this shard remains).
         """
         assert k in self.left
         assert arrays.keys() == self._arrays.keys()
-        assert self._artifact is None or sums.keys() <= self._artifact.sums.keys()
         start, stop = self.grid.bounds(k)
         files: dict[str, Content] = {}
         for name, scale_E in self._scales.items():
@@ -251,24 +247,13 @@ class ArtifactWriter(BuiltShards):
             table = rows.select([*ROW_COLUMNS, *labels]).replace_schema_metadata(None)
             table = table.add_column(0, "row_index", pa.array(np.arange(start, stop, dtype=np.int64)))
             files[SHARD_ROWS.format(k)] = parquet_bytes(table)
-        totals = {}
-        for name, value in sums.items():
-            total = np.asarray(value, dtype="<f8")
-            assert np.isfinite(total).all()
-            totals[name] = SumEntry(shape=total.shape, base64=b64encode(total.tobytes()).decode())
-        self.put(f"{k:05d}", files, start=start, stop=stop, sums=totals)
+        sums_of_shard = {name: tuple(sums[name].tolist()) for name in sorted(sums)}
+        self.put(f"{k:05d}", files, start=start, stop=stop, sums=sums_of_shard)
 
     def sums(self) -> dict[str, F64]:
-        """Return totals over all shards, added in row order: rounding does not depend on the order of writing."""
-        assert not self.left
-        totals: dict[str, F64] = {}
-        for k in range(self.grid.n_shards):
-            part = {
-                name: np.frombuffer(b64decode(entry.base64), dtype="<f8").astype(np.float64).reshape(entry.shape)
-                for name, entry in sorted(self.mark(f"{k:05d}").sums.items())
-            }
-            totals = {name: totals[name] + value if k > 0 else value for name, value in part.items()}
-        return totals
+        """Return the sums over all rows, added in row order: rounding does not depend on the order of writing."""
+        sums = [self.mark(f"{k:05d}").sums for k in range(self.grid.n_shards)]
+        return {name: np.asarray(sum(np.array(shard[name]) for shard in sums)) for name in sums[0]}
 
     def finish(
         self,
@@ -276,7 +261,6 @@ class ArtifactWriter(BuiltShards):
         manifest: Mapping[str, Any],
         moments: Mapping[str, NDArray[Any]],
         units: pa.Table | None = None,
-        sums: Mapping[str, F64] | None = None,
         gains: Mapping[str, float] | None = None,
         rows_kept: bool = False,
     ) -> None:
@@ -285,10 +269,10 @@ class ArtifactWriter(BuiltShards):
         Args:
             manifest: any of the mappings `made_by`, `fingerprints`, `settings`, `skipped`, `details`; entries of an
                 extension replace those of the same name.
-            moments: arrays for `ArtifactReader.moments`; those of an extension need new names.
+            moments: arrays for `ArtifactReader.moments`, besides the sums over rows; those of an extension need new
+                names.
             units: for a build, unit_id, target and further columns, in the order of the columns of the relevance
                 arrays.
-            sums: totals over all rows. Default: the sum over shards.
             gains: name of an array -> factor that readers apply; it depends on all rows.
             rows_kept: keep tokens/, and record its checksums.
         Raises:
@@ -301,8 +285,7 @@ class ArtifactWriter(BuiltShards):
         assert units is not None
         assert self._artifact is None or not moments.keys() & self._artifact.moments.keys()
         provenance = {key: plain_json(value) for key, value in manifest.items()}
-        totals = self.sums() if sums is None else sums
-        arrays = {**moments, **{SUM + name: value for name, value in totals.items()}}
+        arrays = {**moments, **{SUM + name: value for name, value in self.sums().items()}}
         what = "not finished" if self._artifact is None else "the targets were not added"
         with report_full_disk(f"{self.root}: {what}", self.progress):
             unit_file = f"{of_part('units', self._part)}.parquet"
@@ -408,18 +391,7 @@ def add_target_columns(
 def encode(
     name: str, values_NE: NDArray[Any], scale_E: F32, dtype: str, *, start: int = 0, rows: pa.Table | None = None
 ) -> NDArray[Any]:
-    """Divide by the scale, and convert to the stored dtype, little-endian.
-
-    Args:
-        name: name of the array, for messages.
-        values_NE: numbers.
-        scale_E: divisor of each column.
-        dtype: stored dtype.
-        start: position of the first row in the corpus, for messages.
-        rows: the rows, whose row_id messages name.
-    Raises:
-        ArtifactError: a value is NaN or infinite, or too large for `dtype`; names array, row and column.
-    """
+    """Divide by the scale and convert to the stored dtype; NaN, infinity and overflow are refused with their place."""
     with np.errstate(over="ignore", under="ignore"):
         stored_NE = (values_NE / scale_E).astype(np.dtype(dtype).newbyteorder("<"))
     for row, column in np.argwhere(~np.isfinite(stored_NE))[:1]:
@@ -437,11 +409,7 @@ def encode(
 
 def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
     """Concatenate the row tables of all shards into one file; missing columns are null."""
-    try:
-        schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
-        what = " ".join(str(err).split())
-        raise ArtifactError(f"{tables[0].parent}: types of a label column differ: {what}") from err
+    schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
     with atomic_path(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
         pending = schema.empty_table()
         for path in tables:

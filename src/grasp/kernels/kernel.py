@@ -201,8 +201,8 @@ class ModelSizes(Protocol):
 class CorpusMoments:
     """Moments of the corpus, estimated on a sample of its rows: one object per class, shared between kernels."""
 
-    def __init__(self, model: ModelSizes, states_every: int = 1) -> None:
-        self.vocab_size = model.vocab_size
+    def __init__(self, vocab_size: int, states_every: int = 1) -> None:
+        self.vocab_size = vocab_size
         self.states_every = states_every
         self.by_type: dict[type[Moments], Moments] = {}
         self._losses: list[float] = []  # sums over the positions of a batch
@@ -216,7 +216,7 @@ class CorpusMoments:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss over the sample, nats per token; NaN for artifacts of an older version."""
+        """Return the mean loss over the sample, nats per token."""
         return math.fsum(self._losses) / self.n_positions if self.n_positions else self._loss
 
     def merge(self, other: "CorpusMoments") -> None:
@@ -235,7 +235,7 @@ class CorpusMoments:
         """Load the moments from `arrays`."""
         for moments in self.by_type.values():
             moments.load(arrays)
-        self._loss = float(arrays["loss"][0]) if "loss" in arrays else math.nan
+        self._loss = float(arrays["loss"][0])
 
 
 class Kernel(ABC):

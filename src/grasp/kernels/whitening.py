@@ -40,39 +40,6 @@ class SecondMoments:
         return self.covariance_HH + np.outer(self.mean_H, self.mean_H)
 
 
-class MomentAccumulator:
-    """Accumulate the moments of one dense and one sparse feature; parts of a sample can be merged."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._dense = StreamingMoments(products=True)
-        self._square_V: F64 = np.zeros(vocab_size)
-
-    def add(self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]) -> None:
-        """Add P samples: hidden states (P, H) and the coordinates and values of all their sparse residuals.
-
-        A coordinate may occur once per sample, as SparseResidual and pooled residuals guarantee.
-        """
-        self._dense.add(hidden_PH)
-        square = np.asarray(value, dtype=np.float64).ravel() ** 2
-        self._square_V += np.bincount(index.ravel(), weights=square, minlength=len(self._square_V))
-
-    def merge(self, other: Self) -> None:
-        """Add the samples of another accumulator."""
-        self._dense.merge(other._dense)
-        self._square_V += other._square_V
-
-    def moments(self) -> SecondMoments:
-        """Return the moments so far; requires at least one sample."""
-        dense = self._dense
-        assert dense.n_rows > 0
-        return SecondMoments(
-            count=dense.n_rows,
-            mean_H=dense.mean_C,
-            covariance_HH=dense.scatter / dense.n_rows,
-            gamma_V=self._square_V / dense.n_rows,
-        )
-
-
 def whitening_map(covariance_HH: F64, tau: float) -> F64:
     """Return the symmetric inverse square root of Sigma + tau tr(Sigma) / H I, (H, H), float64.
 
@@ -167,15 +134,30 @@ class FeatureMoments(Moments):
     _loaded: SecondMoments | None = None
 
     def __init__(self, corpus: "CorpusMoments") -> None:
-        self._sums = MomentAccumulator(corpus.vocab_size)
+        self._dense = StreamingMoments(products=True)
+        self._square_V: F64 = np.zeros(corpus.vocab_size)
+
+    def add(self, hidden_PH: NDArray[np.floating], index: NDArray[np.integer], value: NDArray[np.floating]) -> None:
+        """Add P samples: hidden states (P, H) and the coordinates and values of all their sparse residuals.
+
+        A coordinate may occur once per sample, as SparseResidual and pooled residuals guarantee.
+        """
+        self._dense.add(hidden_PH)
+        square = np.asarray(value, dtype=np.float64).ravel() ** 2
+        self._square_V += np.bincount(index.ravel(), weights=square, minlength=len(self._square_V))
 
     def merge(self, other: Self) -> None:
-        self._sums.merge(other._sums)
+        self._dense.merge(other._dense)
+        self._square_V += other._square_V
 
     @property
     def value(self) -> SecondMoments:
-        """Return the moments that were observed or loaded."""
-        return self._sums.moments() if self._loaded is None else self._loaded
+        """Return the moments that were observed, of at least one sample, or loaded."""
+        if self._loaded is not None:
+            return self._loaded
+        count = self._dense.n_rows
+        assert count > 0
+        return SecondMoments(count, self._dense.mean_C, self._dense.scatter / count, self._square_V / count)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         moments = self.value
@@ -207,7 +189,7 @@ class HiddenMoments(FeatureMoments):
 
     def observe(self, batch: "Batch") -> None:
         index_PK, value_PK = batch.residual.index_PK.cpu().numpy(), batch.residual.value_PK.cpu().numpy()
-        self._sums.add(batch.hidden_PH.cpu().numpy(), index_PK, value_PK)
+        self.add(batch.hidden_PH.cpu().numpy(), index_PK, value_PK)
 
 
 class DeltaMoments(FeatureMoments):
@@ -217,7 +199,7 @@ class DeltaMoments(FeatureMoments):
 
     def observe(self, batch: "Batch") -> None:
         token_P = batch.input_P.cpu().numpy()
-        self._sums.add(batch.delta_PH.cpu().numpy(), token_P, np.ones(len(token_P), dtype=np.float32))
+        self.add(batch.delta_PH.cpu().numpy(), token_P, np.ones(len(token_P), dtype=np.float32))
 
 
 class SummaryMoments(FeatureMoments):
@@ -228,7 +210,7 @@ class SummaryMoments(FeatureMoments):
 
     def observe(self, batch: "Batch") -> None:
         summary = batch.summary
-        self._sums.add(summary.hidden_NH, summary.residual_NV.indices, summary.residual_NV.data)
+        self.add(summary.hidden_NH, summary.residual_NV.indices, summary.residual_NV.data)
 
 
 class SampledStates(Moments):

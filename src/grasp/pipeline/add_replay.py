@@ -27,9 +27,10 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import differences, discard
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Reference
 from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings, ReplaySettings
+from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.metagradient import Target
 from grasp.training.replayed_rows import ReplayedRows, replay_rows, scores_from_text
@@ -52,7 +53,7 @@ def replay_targets(
     settings: ReplaySettings,
     *,
     overrides: Mapping[str, Any] | None = None,
-    model: ReferenceModel | None = None,
+    model: Reference | None = None,
     progress: Progress | None = None,
 ) -> ReplayRecord:
     """Replay the targets of the artifact `out` that have no replay, and return the record of the last replay.
@@ -116,7 +117,7 @@ def _plan_for_artifact(
     origin: BuildSource,
     recipe: FineTuningRecipe | None,
     settings: ReplaySettings,
-    model: ReferenceModel | None = None,
+    model: Reference | None = None,
 ) -> ReplayPlan:
     """Plan a replay on the model and the rows of an artifact; the arguments are as of `replay_targets`."""
     refuse_replay(origin.settings, settings)
@@ -214,18 +215,14 @@ def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
             f"--replay: got {settings.model.path}, a model after --warm-up, but a replay differentiates the whole "
             "training; build without --warm-up"
         )
-    refuse_untrainable(settings, "--replay")
+    refuse_untrainable(settings.model, settings.corpus, "--replay")
 
 
-def refuse_untrainable(settings: BuildSettings, option: str) -> None:
-    """Check that the model of a build can be trained on its corpus by a recipe.
-
-    Raises:
-        SettingsError: no causal LM, or preference pairs; the message names `option`.
-    """
-    reader, is_pairs = settings.model.reader, settings.corpus.form == "preference"
-    if reader is not None or is_pairs:
-        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{reader}"
+def refuse_untrainable(model: ModelSettings, corpus: CorpusSettings, option: str) -> None:
+    """Check that a model can be trained on a corpus by a recipe; messages name `option`."""
+    is_pairs = corpus.form == "preference"
+    if model.reader is not None or is_pairs:
+        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{model.reader}"
         raise SettingsError(f"{option}: got {inputs}, expected a causal LM and texts or conversations; omit it")
 
 
@@ -255,16 +252,7 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return differences from the recipe, and the price, of a replay of the targets of an artifact that have none.
-
-    Args:
-        out: directory of the artifact.
-        recipe: as of `replay_targets`.
-        settings: as of `replay_targets`.
-        overrides: as of `replay_targets`.
-    Raises:
-        ArtifactError, SettingsError, ModelError: as `replay_targets`; or all targets have a replay.
-    """
+    """Return differences from the recipe, and the price, of a replay that `replay_targets` would add."""
     artifact = ArtifactReader.open(out)
     origin = BuildSource(artifact, overrides)
     plan = _plan_for_artifact(artifact, origin, recipe, settings)

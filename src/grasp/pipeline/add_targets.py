@@ -10,10 +10,10 @@ from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kerne
 from grasp.kernels.sketch import Sketch
 from grasp.models.build_source import BuildSource
 from grasp.models.forward_pass import Reference
-from grasp.pipeline.inputs import prepare_inputs
+from grasp.pipeline.inputs import InMemory, prepare_inputs
 from grasp.pipeline.model_pass import Workers
 from grasp.pipeline.pipeline import scored_shards
-from grasp.pipeline.stored_inputs import leak_arrays, unit_arrays, unit_table
+from grasp.pipeline.stored_inputs import unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.settings import FeatureSettings, TargetSettings
 
@@ -42,14 +42,14 @@ def add_target(
         origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
         settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
-        inputs = prepare_inputs(settings, out / "tokens", progress, model=origin.model)
+        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=InMemory(origin.model))
         artifact.prove(corpus=inputs.store.fingerprint)
         kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
             kernel.prepare(inputs.units)
         extension = ArtifactWriter.extend(
             out,
-            identity=inputs.identity.record,
+            identity=inputs.identity,
             units=unit_table(inputs),
             arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
             dtype=settings.array_dtype,
@@ -67,16 +67,15 @@ def add_target(
         for k, shard in scored_shards(inputs, workers, kernels, extension.left, read_cached, progress):
             extension.write_shard(k, shard.arrays, None, {})
         added = "targets+" + "+".join(inputs.unit_set.targets)
-        fingerprint = inputs.identity.fingerprints["targets"]
-        extension.finish(
-            manifest={"fingerprints": {added: fingerprint}}, moments=leak_arrays(inputs) | unit_arrays(inputs, kernels)
-        )
+        fingerprint = inputs.identity["fingerprints"]["targets"]
+        moments = unit_arrays(inputs, kernels, progress)
+        extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=moments)
         return "kept features" if from_features else "pass"
 
 
 def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
     """Return the kernels of an artifact without its sketches, with the stored moments."""
-    corpus = CorpusMoments(model)
+    corpus = CorpusMoments(model.vocab_size)
     names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
     kernels = make_kernels(names, model, features, corpus)
     corpus.load(artifact.moments)

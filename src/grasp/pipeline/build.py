@@ -8,6 +8,7 @@ resumed if it is called with equal objects. Then `build` calls what may also be 
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,6 +30,7 @@ from grasp.pipeline.inputs import InMemory
 from grasp.pipeline.pipeline import build_artifact, resolve_settings
 from grasp.pipeline.proxy import CONTEXT, MODEL, train_proxy
 from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up as train_warm_up
 from grasp.progress import Progress, Silent
 from grasp.settings import (
@@ -43,7 +45,7 @@ from grasp.settings import (
     without_foreign_code,
 )
 from grasp.store import remote
-from grasp.targets.load import read_records, split_names
+from grasp.targets.load import load_units, read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -83,13 +85,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class OutputLocation:
-    """Where a build writes the artifact.
-
-    Attributes:
-        path: path or URL of the artifact.
-        url: URL to which the finished artifact is sent; None if it stays on this machine.
-        directory: local directory in which the artifact is built. Default: `path`.
-    """
+    """Where a build writes: path or URL, URL (None: it stays on this machine), and the local directory of the build."""
 
     path: Path
     url: str | None
@@ -213,14 +209,36 @@ def build(
             progress.note(f"{output.url}: finished; nothing to do")
             return ArtifactReader.open(output.url)
 
+        if has_no_model or warm_up is not None:
+            load_units(build_config.targets, in_memory.units)  # report errors before the training
+        shard_rows, seed = build_config.shard_rows, build_config.features.seed
         if has_no_model:
-            train_proxy(output.directory, build_config, progress, units=in_memory.units)
-        build_config = resolve_settings(build_config, in_memory)
+            train_proxy(
+                build_config.corpus,
+                output.directory,
+                tokenizer=build_config.model.tokenizer,
+                shard_rows=shard_rows,
+                seed=seed,
+                progress=progress,
+            )
+        build_config = resolve_settings(build_config, in_memory.model)
         if warm_up is not None:
+            problem = ""
             if output.url is not None or in_memory.model is not None or in_memory.source is not None:
-                raise SettingsError("--warm-up: needs paths of model and corpus, and a local --out; save objects first")
+                problem = "needs paths of model and corpus, and a local --out; save objects first"
+            elif build_config.train != "further":
+                problem = "has no effect with --train new, where the model is not trained further; omit it"
+            if problem:
+                raise SettingsError(f"--warm-up: {problem}")
             checkpoint = train_warm_up(
-                output.directory, build_config, warm_up, parsed_recipe, progress, units=in_memory.units
+                build_config.model,
+                build_config.corpus,
+                warm_up,
+                output.directory,
+                recipe=parsed_recipe,
+                shard_rows=shard_rows,
+                seed=seed,
+                progress=progress,
             )
             build_config = with_model(build_config, checkpoint)
         if replay:
@@ -246,7 +264,7 @@ def build(
         return ArtifactReader.open(output.path)
     progress.stage("sending", rows=None, tokens=None)
     remote.publish(output.directory, output.url, SIGNED_MANIFEST)
-    remote.discard_staging(output.url)
+    shutil.rmtree(output.directory, ignore_errors=True)  # the local copy
     return ArtifactReader.open(output.url)
 
 
@@ -263,14 +281,14 @@ def output_location(out: Path | str) -> OutputLocation:
     Raises:
         SettingsError: `out` is empty, or a URL of files that exist in this process only.
     """
-    if not str(out):
-        raise SettingsError("--out: missing; pass a directory for the artifact")
     path = remote.local_path(out)
-    url = remote.remote_url(path)
-    if url is not None and url.partition(":")[0] in remote.IN_PROCESS:
-        raise SettingsError(
-            f"--out: got {url}, which is lost when this process ends; choose a directory or an object store"
-        )
+    url, problem = remote.remote_url(path), ""
+    if not str(out):
+        problem = "missing; pass a directory for the artifact"
+    elif url is not None and url.partition(":")[0] in remote.IN_PROCESS:
+        problem = f"got {url}, which is lost when this process ends; choose a directory or an object store"
+    if problem:
+        raise SettingsError(f"--out: {problem}")
     return OutputLocation(path, url, path if url is None else remote.staging_directory(url))
 
 
@@ -387,12 +405,7 @@ def split_replay_settings(
     if not use_replay and (settings or (recipe is not None and not warm_up)):
         idle = f"replay.{next(iter(settings))}" if settings else "--recipe"
         raise SettingsError(f"{idle}: no effect without --replay{'' if settings else ' or --warm-up'}; add it")
-    replay_settings = validated(ReplaySettings, settings or {}, "replay")
-    if recipe is None:
-        return None, replay_settings
-    if isinstance(recipe, Mapping):
-        return FineTuningRecipe.from_mapping(recipe), replay_settings
-    return FineTuningRecipe.read(Path(recipe)), replay_settings
+    return read_recipe(recipe), validated(ReplaySettings, settings or {}, "replay")
 
 
 def add_replay(
@@ -479,12 +492,7 @@ def _local_artifact(out: Path | str, option: str) -> Path:
 
 
 def _parse_targets(targets: Any, loss_on: Any) -> tuple[list[str], tuple[Unit, ...]]:
-    """Return the names of targets, and the units of those that are passed as objects.
-
-    Args:
-        targets: names, files, or units, as in `build`.
-        loss_on: tokens of a unit that carry loss, see `TargetSettings.loss_on`.
-    """
+    """Return names of targets, and the units of those that are passed as objects; arguments as of `build`."""
     if isinstance(targets, str | Path):
         targets = split_names(str(targets))
     if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):

@@ -49,7 +49,7 @@ class ModelActor:
 
     def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
         """Return the kernels with these moments, prepared for units that were copied without the model."""
-        model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model)
+        model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model.vocab_size)
         kernels = make_kernels(self._features.kernels, model, self._features, corpus)
         corpus.load(moments)
         units = replace(units.to(model.device), head=model.head, sampled=self._model_pass.sampled)

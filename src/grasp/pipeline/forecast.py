@@ -98,7 +98,7 @@ def forecast(
             proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
             build_config = with_model(build_config, proxy)
             lines.append(f"training first: {line}")
-        build_config = resolve_settings(build_config, ON_DISK)
+        build_config = resolve_settings(build_config)
         if replay:
             refuse_replay(build_config, replay_settings)
         inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Silent())
@@ -146,14 +146,7 @@ def _time_rows(inputs: Inputs, states_every: int) -> tuple[TokenRows, CorpusMome
 
 
 def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: bool) -> list[str]:
-    """Time the first rows and units, multiply, and return the lines of the forecast.
-
-    Args:
-        inputs: inputs of a build on the first documents.
-        ratio: number of documents of the corpus over those that were read.
-        tokens_bytes: bytes of all rows on disk.
-        untrained: accept a model that is no better than chance.
-    """
+    """Time the first rows and units, multiply by `ratio` (of all documents to those read), and return the forecast."""
     store, settings, features = inputs.store, inputs.settings, inputs.settings.features
     n_documents, n_rows, n_tokens, n_positions = (
         round(ratio * n) for n in (store.n_documents, store.n_rows, store.n_tokens, store.n_loss_positions)

@@ -4,26 +4,27 @@ A row is a training sequence of the corpus. A unit is one question of a target w
 element of it that has a score. Start with `prepare_inputs`, which returns `Inputs`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grasp.artifact.reader import Leaks
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
+from grasp.files import differences
 from grasp.kernels.kernel import Batch, kernel_class
 from grasp.models.build_source import load_reference
 from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
 from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
-from grasp.pipeline.identity import Identity
-from grasp.pipeline.input_notes import note_inputs
-from grasp.pipeline.leaks import find_leaks
+from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.model_pass import ModelPass
+from grasp.pipeline.preview import column_notes
 from grasp.progress import Progress
 from grasp.readers import load_reader
 from grasp.settings import BuildSettings
@@ -31,6 +32,7 @@ from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
 from grasp.targets.units import UnitTokens
+from grasp.text import skipped_lines
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,9 @@ class Inputs:
         store: rows of the corpus, on disk.
         unit_set: units of all targets.
         unit_inputs: the units as inputs of the model: token ids, or other inputs of a reader.
-        identity: everything that determines the numbers of the artifact.
-        leaks: rows that contain questions, by target; empty unless rows are texts.
+        identity: everything that determines the numbers of the artifact, as JSON: `fingerprints` of the model, its
+            input encoding (e.g. `tokenizer`), the corpus and the targets; `dtype` of the model; `features`, the
+            settings of the kernels; and `rounding`, what determines the last digits: device, batch sizes, threads.
     """
 
     settings: BuildSettings
@@ -52,8 +55,7 @@ class Inputs:
     store: RowStore
     unit_set: UnitSet
     unit_inputs: Units
-    identity: Identity
-    leaks: Mapping[str, Leaks] = field(default_factory=dict)
+    identity: dict[str, Any]
 
     @property
     def model(self) -> Reference:
@@ -75,7 +77,7 @@ class Inputs:
 class InMemory:
     """Model, corpus and targets passed as objects; the settings name them by fingerprint instead of a path."""
 
-    model: ReferenceModel | None = None
+    model: Reference | None = None
     source: Source | None = None
     units: Sequence[Unit] = ()
 
@@ -88,7 +90,6 @@ def prepare_inputs(
     tokens: Path,
     progress: Progress,
     *,
-    model: Reference | None = None,
     in_memory: InMemory = ON_DISK,
     replace: bool = False,
 ) -> Inputs:
@@ -98,57 +99,78 @@ def prepare_inputs(
         settings: settings of the build.
         tokens: directory of the rows.
         progress: receives stages, notes and numbers of rows.
-        model: the loaded model. Default: load it.
         in_memory: model, corpus and targets that are passed as objects.
         replace: delete rows of another corpus in `tokens`.
     Raises:
         GraspError: an input cannot be read, or they do not fit each other, e.g. rows that are longer than the context
             of the model.
     """
-    model = model or in_memory.model
-    leaks: dict[str, Leaks] = {}
+    model: Reference
     unit_inputs: Units
     if settings.model.reader is None:
-        assert isinstance(model, ReferenceModel | None)
-        settings, model, store, unit_set, unit_inputs, leaks = _prepare_text(
-            settings, tokens, progress, model, in_memory, replace=replace
+        settings, model, store, unit_set, unit_inputs = _prepare_text(
+            settings, tokens, progress, in_memory, replace=replace
         )
     else:
-        model = model or load_reference(settings.model)
+        model = in_memory.model or load_reference(settings.model)
         progress.stage("rows", rows=None, tokens=None)
         unit_set, unit_inputs, store = load_reader(settings.model.reader).read(
             settings, model, tokens, replace=replace, progress=lambda rows: progress.advance(rows, 0)
         )
     progress.stage("units", rows=None, tokens=None)
     encoding, encoding_fingerprint = model.reader  # e.g. `tokenizer`
-    identity = Identity(
-        fingerprints={
+    identity = {
+        "fingerprints": {
             "model": model.fingerprint(),
             encoding: encoding_fingerprint,
             "corpus": store.fingerprint,
             "targets": unit_set.fingerprint,
         },
-        dtype=str(model.dtype).removeprefix("torch."),
-        features=settings.features.model_dump(mode="json"),
-        rounding={"device": model.device.type, **model.batching},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "features": settings.features.model_dump(mode="json"),
+        "rounding": {"device": model.device.type, **model.batching},
+    }
+    return Inputs(settings, ModelPass.choose(model, settings.features), store, unit_set, unit_inputs, identity)
+
+
+def identity_of(artifact: ArtifactReader) -> dict[str, Any]:
+    """Return the `Inputs.identity` that a manifest records, without `rounding`."""
+    manifest = artifact.manifest
+    return {
+        "fingerprints": manifest.fingerprints,
+        "dtype": manifest.made_by.get("dtype"),
+        "features": dict(artifact.feature_settings),
+    }
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any], fingerprints: Iterable[str]) -> list[str]:
+    """Return lines `field: was X, now Y` on what changes the meaning of numbers, with these of the fingerprints."""
+    names = sorted(fingerprints)
+    earlier, current = (
+        {
+            "fingerprints": {name: identity["fingerprints"].get(name) for name in names},
+            "model.dtype": identity["dtype"],
+            "features": identity["features"],
+        }
+        for identity in (before, now)
     )
-    model_pass = ModelPass.choose(model, settings.features)
-    return Inputs(settings, model_pass, store, unit_set, unit_inputs, identity, leaks)
+    return list(differences(earlier, current))
 
 
 def _prepare_text(
     settings: BuildSettings,
     tokens: Path,
     progress: Progress,
-    model: ReferenceModel | None,
     in_memory: InMemory,
     *,
     replace: bool,
-) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens], dict[str, Leaks]]:
-    """Return completed settings, model, rows, units, their tokens and leaks of a language model.
+) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens]]:
+    """Return completed settings, model, rows, units and their tokens of a language model.
 
     Texts are tokenised before the weights of the model are loaded, so that errors in them are reported early.
     """
+    model = in_memory.model
+    assert isinstance(model, ReferenceModel | None)
     if model is None:
         check_readable(settings.model.path)
     unit_set = load_units(settings.targets, in_memory.units)
@@ -191,10 +213,8 @@ def _prepare_text(
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)
-    note_inputs(corpus, store, unit_set, tokenizer, context, progress)
-    leaks = find_leaks(store, unit_set.pool or unit_set.units, tokenizer.decode)
-    for target, target_leaks in leaks.items():
-        progress.note(f"{target}: {target_leaks}")
+    for note in _input_notes(corpus, store, unit_set, tokenizer, context):
+        progress.note(note)
 
     if model is None:
         progress.stage("model", rows=None, tokens=None)
@@ -211,4 +231,46 @@ def _prepare_text(
             f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
             f"{model.vocab_size}; correct the config"
         )
-    return settings, model, store, unit_set, unit_tokens, leaks
+    return settings, model, store, unit_set, unit_tokens
+
+
+def _input_notes(
+    corpus: Corpus, store: RowStore, unit_set: UnitSet, tokenizer: HfTokenizer, context: int | None
+) -> list[str]:
+    """Return notes on how corpus and questions were read: columns, labels, rows and tokens, and what was skipped."""
+    roles = store.details["columns"]
+    notes = [*corpus.notes, *column_notes(roles, store.label_columns, store.ignored_columns)]
+    notes.append("labels: " + (", ".join(store.label_columns) or "none (no predictions by slice)"))
+    if not {"row_id", "doc_id"} & roles.keys():
+        notes.append("row names are generated from content and position")
+    if "rejected" in roles:
+        notes.append("preference pairs: rows are scored by the gradient of the DPO loss at this model")
+    loss = f", {store.n_loss_positions:,} with loss" if store.masked else ""
+    limit = f"the model's context is {context:,}" if context else "the model has no context limit"
+    split = "; longer documents are split into several rows" if store.n_rows > store.n_documents else ""
+    notes.append(
+        f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
+        f"{store.details['max_length']:,} in a row ({limit}){split}"
+    )
+    notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
+    notes.append(tokenizer.describe())
+    if tokenizer.writes_chats and tokenizer.writes_date:
+        notes.append(
+            f"the chat template writes the date: fixed at {tokenizer.chat_date} (model.chat_date sets another)"
+        )
+    n_units, n_available = Counter(unit.target for unit in unit_set.units), unit_set.drawn_from
+    questions = [
+        f"all {n:,} of {target}" if n == n_available[target] else f"{n:,} of the {n_available[target]:,} of {target}"
+        for target, n in n_units.items()
+    ]
+    notes.append(f"questions: {', '.join(questions)}")
+    plain_text_targets = sorted({unit.target for unit in unit_set.units if unit.conversation is None})
+    if plain_text_targets and tokenizer.writes_chats:
+        notes.append(
+            f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is applied "
+            "only to questions given as conversations (messages)"
+        )
+    skipped_units = unit_set.unwritten
+    return notes + [
+        f"questions skipped: {line}" for line in skipped_lines(skipped_units.counts, skipped_units.examples)
+    ]

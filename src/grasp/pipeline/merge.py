@@ -21,13 +21,13 @@ import pyarrow.parquet as pq
 
 import grasp
 from grasp.arrays import I64
-from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, UNITS
+from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, SUM, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import Skipped
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
-from grasp.pipeline.identity import Identity
+from grasp.pipeline.inputs import identity_changes, identity_of
 from grasp.pipeline.pipeline import sketch_gain
 from grasp.progress import Progress, Silent
 from grasp.store.remote import remote_url
@@ -46,14 +46,16 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
     """
-    progress, directory = progress or Silent(), Path(out)
+    progress, directory, problem = progress or Silent(), Path(out), ""
     if len(parts) < 2:
-        raise SettingsError(f"parts: got {len(parts)}, expected at least two artifacts")
-    if remote_url(out) is not None:
-        raise SettingsError(f"--out: got {out}, expected a directory on this machine")
+        problem = f"parts: got {len(parts)}, expected at least two artifacts"
+    elif remote_url(out) is not None:
+        problem = f"--out: got {out}, expected a directory on this machine"
+    elif directory.exists():
+        problem = f"--out: {directory} exists already; choose another name, or remove it"
+    if problem:
+        raise SettingsError(problem)
     opened = [ArtifactReader.open(part) for part in parts]
-    if directory.exists():
-        raise SettingsError(f"--out: {directory} exists already; choose another name, or remove it")
     check_outputs({"--out": directory}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
         _require_compatible(opened[0], part)
@@ -74,10 +76,8 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
 
 def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
     """Check that the numbers of two parts are comparable."""
-    part_identity, first_identity = Identity.from_artifact(part), Identity.from_artifact(first)
-    mismatches = part_identity.changes(
-        first_identity, (part_identity.fingerprints | first_identity.fingerprints).keys() - {"corpus"}
-    )
+    names = {*first.manifest.fingerprints, *part.manifest.fingerprints} - {"corpus"}
+    mismatches = identity_changes(identity_of(first), identity_of(part), names)
     before, after = (
         {
             "targets": artifact.manifest.targets,
@@ -90,7 +90,7 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
         for artifact in (first, part)
     )
     mismatches += differences(before, after)
-    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith((LEAKS, UNITS))):
+    for name in sorted(name for name in {*first.moments, *part.moments} if not name.startswith((LEAKS, UNITS, SUM))):
         both = name in first.moments and name in part.moments
         if not both or not np.array_equal(first.moments[name], part.moments[name]):
             mismatches.append(f"moments.{name}: other numbers")
@@ -147,9 +147,13 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
     """Write the merged artifact, shard after shard."""
     first = parts[0].manifest
     n_rows = sum(part.n_rows for part in parts)
-    sums = {name: np.sum([part.sums[name] for part in parts], axis=0) for name in parts[0].sums}
+    sums = {
+        name: np.sum([part.moments[name] for part in parts], axis=0)
+        for name in parts[0].moments
+        if name.startswith(SUM)
+    }
     gains = {
-        name: sketch_gain(sums[f"{name}.square"], n_rows) for name in first.arrays if not name.startswith(PER_UNIT)
+        name: sketch_gain(sums[f"{SUM}{name}.square"], n_rows) for name in first.arrays if not name.startswith(PER_UNIT)
     }
     dtypes = {group.dtype for part in parts for entry in part.manifest.arrays.values() for group in entry.groups}
     arrays = {
@@ -197,8 +201,8 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             writer.write_shard(k, shard, table, {})
             progress.advance(table.num_rows, 0)
         moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
-        moments |= _leaks_of_all(parts, first_rows)
-        writer.finish(manifest=manifest, moments=moments, units=parts[0].units, sums=sums, gains=gains)
+        moments |= sums | _leaks_of_all(parts, first_rows)
+        writer.finish(manifest=manifest, moments=moments, units=parts[0].units, gains=gains)
 
 
 def _leaks_of_all(parts: Sequence[ArtifactReader], first_rows: I64) -> dict[str, I64]:

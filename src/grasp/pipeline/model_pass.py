@@ -163,14 +163,7 @@ class ModelPass:
     def _run_model(
         self, items: TokenRows | Units, position_specs: tuple[str, ...]
     ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
-        """Run the model on rows or units in batches.
-
-        Args:
-            position_specs: positions whose features are extracted, such as `all` or `tail:32`.
-        Yields:
-            Indices of the batch in `items`, its features, and the sampled gradients of its items, (B, K), if a kernel
-            needs them.
-        """
+        """Yield batches of rows or units: indices in `items`, features, and sampled gradients, (B, K), or None."""
         sampled, settings = self.sampled, self.settings
         if sampled is None:
             for index, features in forward_passes(self.model, items, position_specs, settings.top_k):
@@ -249,11 +242,7 @@ def row_examples(rows: TokenRows, settings: FeatureSettings) -> list[Example]:
 
 
 def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I64, Outcome]]:
-    """Run a batch; if the GPU runs out of memory, run its halves, recursively.
-
-    Raises:
-        ModelError: the memory does not suffice for one row.
-    """
+    """Run a batch; if the GPU runs out of memory, run its halves, recursively, down to one row."""
     try:
         outcome = run(index)
     except torch.cuda.OutOfMemoryError as err:
@@ -337,13 +326,7 @@ def _round_to_stored(gradient_BK: Tensor) -> Tensor:
 def read_batches(
     arrays: Mapping[str, NDArray[Any]], model_pass: ModelPass | None, vocab_size: int
 ) -> Iterator[tuple[I64, Batch]]:
-    """Yield the batches that `batch_arrays` converted, on the device of the model, each with the indices of its rows.
-
-    Args:
-        arrays: named arrays of one or more batches.
-        model_pass: None if the model is not loaded; batches then lack the output layer and gradients.
-        vocab_size: number of outputs of the model.
-    """
+    """Yield the batches that `batch_arrays` converted, with the indices of their rows; without a model on the CPU."""
     n_batches = 1 + max(int(name.partition(".")[0]) for name in arrays)
     for k in range(n_batches):
         index, summary_prefix = arrays[f"{k}.rows"], f"{k}.{SUMMARY_PREFIX}"
@@ -397,13 +380,7 @@ def _read_batch(
 
 @dataclass(frozen=True, slots=True)
 class ScoredShard:
-    """Losses and arrays of the rows of a shard, in their order.
-
-    Attributes:
-        loss_N: mean loss of each row, nats per token.
-        arrays: scores by each kernel, (N, C), by `Kernel.array`.
-        features: the batches as an artifact stores them; None if it does not.
-    """
+    """Of the rows of a shard: mean losses in nats per token, scores by `Kernel.array`, and features that are stored."""
 
     loss_N: F32
     arrays: dict[str, F32]
@@ -422,17 +399,13 @@ class BatchCache:
 
     def __init__(self, directory: Path, ends: Sequence[int] | None = None) -> None:
         self._files = ArrayFiles(directory)
-        self._n_batches = 0
+        self.n_batches = 0
         self.ends = list(ends or ())
 
     def write(self, batch: Arrays) -> None:
         """Write the next batch of the current shard."""
-        self._files.write(self._n_batches, batch)
-        self._n_batches += 1
-
-    def end_shard(self) -> None:
-        """Record that all batches of the current shard are written; the next ones are of the next shard."""
-        self.ends.append(self._n_batches)
+        self._files.write(self.n_batches, batch)
+        self.n_batches += 1
 
     def read(self, k: int) -> Iterator[Arrays]:
         """Yield the batches of shard k."""
@@ -454,7 +427,7 @@ def compute_moments(
         states_every: store every `states_every`-th hidden state.
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
     """
-    corpus = CorpusMoments(model_pass.model, states_every)
+    corpus = CorpusMoments(model_pass.model.vocab_size, states_every)
     kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
     for index, batch in model_pass.batches(rows):
         corpus.observe_loss(batch)

@@ -22,6 +22,8 @@ Shape letters: N rows, D columns of a sketch. Labels such as eq:feature-sketch a
 docs/paper_map.md.
 """
 
+import hashlib
+import json
 import math
 import os
 import shutil
@@ -49,11 +51,10 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
-from grasp.pipeline.identity import Identity
-from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, prepare_inputs
+from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, identity_of, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.pipeline.stored_inputs import leak_arrays, provenance_fields, unit_arrays, unit_table
+from grasp.pipeline.stored_inputs import provenance_fields, unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
@@ -96,14 +97,15 @@ def build_artifact(
     """
     progress = progress or Silent()
     start_times = time.perf_counter(), time.process_time()
-    settings = resolve_settings(settings, in_memory)
+    settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
         is_resumed = claim_settings(settings, out, progress)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
         inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
-        work = out / "work" / inputs.identity.key
+        identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
+        work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
         if cluster is not None:
             from grasp.pipeline.engine import ray_workers  # noqa: PLC0415 - most builds need no cluster
@@ -116,7 +118,7 @@ def build_artifact(
             for kernel in kernels:
                 kernel.prepare(inputs.units)
             writer = write_shards(inputs, workers, kernels, out, batch_cache, progress)
-        finish_artifact(inputs, kernels, writer, None if is_resumed else start_times)
+        finish_artifact(inputs, kernels, writer, None if is_resumed else start_times, progress)
         clean(inputs.settings, out)
     return out
 
@@ -172,7 +174,7 @@ def estimate_moments(
     sampled_fraction = 0 if settings.like is not None else sample.n_positions / max(1, store.n_loss_positions)
     stages = {"moments": round(n_tokens * sampled_fraction), "rows scored": 0 if use_cache else n_tokens}
     progress.plan({stage: n for stage, n in stages.items() if n})
-    corpus = CorpusMoments(model, sample.states_every)
+    corpus = CorpusMoments(model.vocab_size, sample.states_every)
     kernels = make_kernels(settings.features.kernels, model, settings.features, corpus)
     moment_file = ArrayFiles(work / "moments")  # one file, with number 0
     if settings.like is not None:
@@ -234,7 +236,7 @@ def accumulate_moments(
         if k == 0 and must_be_trained:
             refuse_untrained(corpus.loss, inputs.model)
         if batch_cache is not None:
-            batch_cache.end_shard()
+            batch_cache.ends.append(batch_cache.n_batches)
 
 
 def feature_bytes(inputs: Inputs) -> int:
@@ -251,8 +253,8 @@ def feature_bytes(inputs: Inputs) -> int:
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
     """Open the artifact `like`, whose moments are to be copied, and check that they are valid for these inputs."""
     artifact = ArtifactReader.open(like)
-    names = inputs.identity.fingerprints.keys() - {"corpus", "targets"}
-    if changed := inputs.identity.changes(Identity.from_artifact(artifact), names):
+    names = inputs.identity["fingerprints"].keys() - {"corpus", "targets"}
+    if changed := identity_changes(identity_of(artifact), inputs.identity, names):
         raise ArtifactError(
             f"like: {artifact.location} was built with another model or other features, so its moments are not valid "
             f"here: {'; '.join(changed)}; use the same model and features"
@@ -261,12 +263,7 @@ def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:
 
 
 def refuse_untrained(loss: float, model: Reference) -> None:
-    """Raise an error if a language model is no better than chance; other models are not checked.
-
-    Args:
-        loss: its mean loss over some rows, in nats per token.
-        model: the model.
-    """
+    """Refuse a language model whose mean loss, in nats per token, is no better than chance."""
     if not isinstance(model, ReferenceModel):
         return
     chance = math.log(model.vocab_size)
@@ -279,18 +276,11 @@ def refuse_untrained(loss: float, model: Reference) -> None:
 
 
 def training_notes(settings: BuildSettings, loss: float, vocab_size: int) -> Iterator[str]:
-    """Yield notes: what will be trained, which kernels rank rows, and a warning if the model's loss contradicts it.
-
-    Args:
-        settings: resolved settings.
-        loss: mean loss of the model over the sample, in nats per token; NaN if it is unknown.
-        vocab_size: number of outputs of the model.
-    """
+    """Yield what will be trained and which kernels rank rows, and a warning if the loss of the model contradicts it."""
     chance = math.log(vocab_size)
     kernels = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     model = "this model, further" if settings.train == "further" else "a new model, from scratch"
-    loss_text = "" if math.isnan(loss) else f"; loss on the corpus: {loss:.1f} nats per token"
-    yield f"to be trained: {model}; rows rank by {', '.join(kernels)}{loss_text}"
+    yield (f"to be trained: {model}; rows rank by {', '.join(kernels)}; loss on the corpus: {loss:.1f} nats per token")
     if settings.train == "further" and loss / chance > UNSKILLED_FRACTION:
         yield (
             f"warning: that loss is {loss / chance:.0%} of guessing ({chance:.1f}), which is high for a model that is "
@@ -309,15 +299,11 @@ def write_shards(
     batch_cache: BatchCache | None,
     progress: Progress,
 ) -> ArtifactWriter:
-    """Run loop 2: score and write the shards that are not finished; return the writer of the artifact.
-
-    Args:
-        batch_cache: batches of loop 1; None: run the model.
-    """
+    """Run loop 2: score and write the shards that are left, from cached batches if there are; return the writer."""
     settings, store = inputs.settings, inputs.store
     writer = ArtifactWriter.open(
         out,
-        identity=inputs.identity.record,
+        identity=inputs.identity,
         n_rows=store.n_rows,
         shard_rows=settings.shard_rows,
         arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
@@ -347,13 +333,13 @@ def write_shards(
 
 
 def finish_artifact(
-    inputs: Inputs, kernels: Sequence[Kernel], writer: ArtifactWriter, start_times: StartTimes | None
+    inputs: Inputs,
+    kernels: Sequence[Kernel],
+    writer: ArtifactWriter,
+    start_times: StartTimes | None,
+    progress: Progress,
 ) -> None:
-    """Write units, moments and the manifest, which complete the artifact.
-
-    Args:
-        start_times: times at which the build began; None if it was interrupted since.
-    """
+    """Write units, moments and the manifest, which complete the artifact; an interrupted build has no times."""
     sums = writer.sums()
     seconds = None
     if start_times is not None:
@@ -369,7 +355,7 @@ def finish_artifact(
     manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
     writer.finish(
         manifest=manifest,
-        moments=(kernels[0].corpus.arrays() if kernels else {}) | leak_arrays(inputs) | unit_arrays(inputs, kernels),
+        moments=(kernels[0].corpus.arrays() if kernels else {}) | unit_arrays(inputs, kernels, progress),
         units=unit_table(inputs),
         gains={name: sketch_gain(sums[f"{name}.square"], inputs.store.n_rows) for name in sketches},
         rows_kept=inputs.settings.keep_tokens,
@@ -384,11 +370,7 @@ def scored_shards(
     read_cached: Callable[[int], Iterable[Arrays]] | None,
     progress: Progress,
 ) -> Iterator[tuple[int, ScoredShard]]:
-    """Yield the scores of shards, as they finish, each with its number.
-
-    Args:
-        read_cached: returns the stored batches of a shard; None: run the model.
-    """
+    """Yield the number and the scores of shards as they finish; without `read_cached` the model is run."""
     store, keep_features = inputs.store, inputs.settings.keep_features
     n_rows = round(store.n_rows * len(shards) / store.n_shards)
     if read_cached is not None:
@@ -424,16 +406,17 @@ def sketch_gain(square_D: NDArray[np.float64], n_rows: int) -> float:
 # -------------------------------------------------------------------- settings, and the directory of a build
 
 
-def resolve_settings(settings: BuildSettings, in_memory: InMemory) -> BuildSettings:
+def resolve_settings(settings: BuildSettings, model: Reference | None = None) -> BuildSettings:
     """Resolve `train` (further or new), and the kernels that follow from it.
 
+    Args:
+        model: a model that is passed as an object; None: that at `settings.model.path`.
     Raises:
         SettingsError: `train` cannot be inferred from the checkpoint, or a kernel does not exist.
     """
     if settings.model.reader is not None:
         return settings.model_copy(update={"features": settings.features.decided(None)})
-    model = None if in_memory.model is None else in_memory.model.model
-    train = settings.train or recorded_train(settings.model, model)
+    train = settings.train or recorded_train(settings.model, None if model is None else model.model)
     if train is None:
         if model is None:
             check_readable(settings.model.path)  # report first that it is not a causal LM
@@ -468,24 +451,27 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     Returns:
         Whether a build was begun here before.
     """
-    path, current = out / RUN, settings.model_dump(mode="json")
+    path, current, problem = out / RUN, settings.model_dump(mode="json"), ""
     finished = (out / MANIFEST).exists()
     if not has_work(out) and not finished:
         if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
             write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
+    changed: list[str] = []
     if path.exists():
         changed = list(differences(read_yaml(path), current))
     elif finished:  # a published copy has no run.yaml; unset values were resolved from model and corpus
         changed = list(differences(SIGNED_MANIFEST.read(out).settings, current, ignore_unset=True))
     else:
-        raise ArtifactError(f"{out}: has no {RUN}, so its settings are unknown; choose another --out")
+        problem = f"has no {RUN}, so its settings are unknown; choose another --out"
     if changed:
         state = "a finished artifact, built" if finished else "an unfinished build, begun"
-        raise ArtifactError(
-            f"{out}: holds {state} with other settings: {'; '.join(changed)}; choose another --out, use the old "
-            f"settings, or delete {out}"
+        problem = (
+            f"holds {state} with other settings: {'; '.join(changed)}; choose another --out, use the old settings, or "
+            f"delete {out}"
         )
+    if problem:
+        raise ArtifactError(f"{out}: {problem}")
     progress.note(f"{out}: finished with these settings; nothing to do" if finished else f"{out}: resuming")
     return True
 

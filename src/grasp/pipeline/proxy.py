@@ -4,8 +4,9 @@ Relevance is computed with this proxy instead of a model of the user. `train_pro
 artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -19,8 +20,7 @@ from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings, CorpusSettings, ModelSettings
-from grasp.targets import Unit, load_units
+from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
 from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
@@ -33,26 +33,38 @@ N_SEGMENTS = 4  # of a training; an interrupted one resumes from the end of the 
 FORECAST_SHARD_ROWS = 1024  # rows per shard of the temporary copy of a part of the corpus
 
 
-def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units: Sequence[Unit] = ()) -> Path:
-    """Train a model of the size of the recipe `tiny` on all rows, and return its directory; a finished one is reused.
+def train_proxy(
+    corpus: CorpusSettings | Mapping[str, Any] | Path | str,
+    out: Path | str,
+    *,
+    tokenizer: Path | str | None = None,
+    shard_rows: int = SHARD_ROWS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Path:
+    """Train a small model from scratch on all rows of a corpus, as `build` does without a model; return its directory.
 
+    The model, of the size of the recipe `tiny`, is stored in `out`, where `build` finds it. A finished one is reused.
     An interrupted training is resumed by the same call, with the same weights on a CPU.
 
     Args:
-        out: directory of the artifact, which will use the same rows.
-        settings: of the build. `corpus.max_length` is the context of the model. Without `model.tokenizer`, byte-level
-            BPE with the vocabulary of `tiny` is trained on the corpus.
+        corpus: path of texts, or settings of the corpus by name: path, text_column, max_length, ... `max_length` is
+            the context of the model.
+        out: directory of an artifact, which will use the same rows.
+        tokenizer: directory of a tokenizer. Default: byte-level BPE with the vocabulary of `tiny`, which is trained
+            on the corpus.
+        shard_rows: rows per shard.
+        seed: seed of the training.
         progress: receives the stages, and the rows and tokens of each step.
-        units: units of targets that are passed as objects.
     Raises:
-        TargetError: a target cannot be read, which is reported before the training.
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
-    load_units(settings.targets, units)
+    out, progress, corpus = Path(out), progress or Silent(), path_settings(CorpusSettings, corpus, "corpus")
+    corpus = corpus.model_copy(update={"max_length": corpus.max_length or CONTEXT})
     with lock_artifact(out):
-        encoder, rows = _prepare_rows(out, settings.corpus, settings.model.tokenizer, settings.shard_rows, progress)
-        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, settings.corpus)
+        encoder, rows = _prepare_rows(out, corpus, None if tokenizer is None else str(tokenizer), shard_rows, progress)
+        recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
                 f"no --model: a model of {recipe.shape.layers} layers of width {recipe.shape.hidden} and "
@@ -64,7 +76,7 @@ def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units
         train(
             recipe,
             rows,
-            seed=settings.features.seed,
+            seed=seed,
             tokenizer=encoder,
             out=out / MODEL,
             checkpoints=tuple(recipe.steps * k // N_SEGMENTS for k in range(1, N_SEGMENTS)),
@@ -74,16 +86,7 @@ def train_proxy(out: Path, settings: BuildSettings, progress: Progress, *, units
 
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
-    """Save an untrained model with the shape that `train_proxy` would train, and forecast its training from one step.
-
-    Args:
-        out: temporary directory.
-        corpus: settings that read a part of the corpus.
-        tokenizer: as of `train_proxy`.
-        ratio: size of the corpus divided by that of the part.
-    Returns:
-        The directory of the model, and the forecast as text.
-    """
+    """Save an untrained proxy for the whole corpus, `ratio` times its part, and forecast its training from one step."""
     encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
@@ -125,11 +128,7 @@ def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> Train
 
 
 def tokenizer_texts(corpus: CorpusSettings) -> Iterator[str]:
-    """Yield the first texts of a corpus, `TOKENIZER_CHARS` characters or a little more, to train a tokenizer on.
-
-    Raises:
-        CorpusError: a document has no text.
-    """
+    """Yield the first texts of a corpus, about `TOKENIZER_CHARS` characters, to train a tokenizer on."""
     chars = 0
     for document in read_documents(corpus):
         if document.text is None:

@@ -179,13 +179,12 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
         try:
             ray.init(log_to_driver=False, logging_level="error", **init_options)
         except (ConnectionError, ValueError, RuntimeError) as err:
-            reason = " ".join(str(err).split())[:200]
-            if spec.address is None:
-                raise EngineError(f"--engine ray: no cluster could be started on this machine: {reason}") from err
-            raise EngineError(
-                f"--address: no Ray cluster at {spec.address!r}: {reason}; start one with `ray start --head`, or omit "
-                "the option to use this machine"
-            ) from err
+            problem, reason = "--engine ray: no cluster could be started on this machine", " ".join(str(err).split())
+            hint = ""
+            if spec.address is not None:
+                problem = f"--address: no Ray cluster at {spec.address!r}"
+                hint = "; start one with `ray start --head`, or omit the option to use this machine"
+            raise EngineError(f"{problem}: {reason[:200]}{hint}") from err
     try:
         yield Cluster(ray, spec)
     finally:

@@ -8,8 +8,9 @@ Start with `plan_replay`.
 import copy
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,13 @@ class ReplayPlan:
         return self.recipe.order(n_rows, self.settings.seed + k)
 
 
+def read_recipe(recipe: FineTuningRecipe | Mapping[str, Any] | Path | str | None) -> FineTuningRecipe | None:
+    """Return a recipe that is passed as settings by name, or as a YAML or JSON file."""
+    if recipe is None or isinstance(recipe, FineTuningRecipe):
+        return recipe
+    return FineTuningRecipe.from_mapping(recipe) if isinstance(recipe, Mapping) else FineTuningRecipe.read(Path(recipe))
+
+
 def plan_replay(
     reference: ReferenceModel,
     train: str,
@@ -91,104 +99,57 @@ def plan_replay(
     Raises:
         SettingsError, ModelError, MissingExtraError: the recipe does not fit the model.
     """
-    if train == "new":
-        return _plan_from_scratch(reference, recipe, settings, n_rows, context)
-    return _plan_fine_tuning(reference, recipe, settings, n_rows, copied=copied)
+    from_scratch = train == "new"
+    recipe = recipe or (default_proxy_recipe(n_rows) if from_scratch else default_recipe(n_rows))
+    orders = settings.orders or (ORDERS_FROM_SCRATCH if from_scratch else 1)
+    settings = settings.model_copy(update={"orders": orders, "probes": 0 if from_scratch else settings.probes})
+    optimizer: OptimizerRecipe
+    if from_scratch:
+        new_model = proxy_training(recipe, n_rows, reference.vocab_size, context)
+        optimizer, notes, first_step = new_model, recipe.notes, new_model.steps // 3  # derivatives before it are noise
 
+        def start(k: int) -> AdamWTraining:
+            """Return the training before its first step; each order has its own initial weights."""
+            return start_training(new_model, settings.seed + k, reference.device)
 
-def _plan_from_scratch(
-    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, context: int
-) -> ReplayPlan:
-    """Plan trainings of small new models; each order has its own initial weights."""
-    recipe = recipe or default_proxy_recipe(n_rows)
-    settings = settings.model_copy(update={"orders": settings.orders or ORDERS_FROM_SCRATCH, "probes": 0})
-    training_recipe = proxy_training(recipe, n_rows, reference.vocab_size, context)
-    # derivatives at the first third of the steps are noise
-    differentiation = _metagradient_settings(
-        settings, training_recipe.steps, reference.batch_tokens, first_step=training_recipe.steps // 3
-    )
-    seed, device = settings.seed, reference.device
-    return ReplayPlan(
-        recipe=recipe,
-        settings=settings,
-        optimizer=training_recipe,
-        differentiation=differentiation,
-        start=lambda k: start_training(training_recipe, seed + k, device),
-        from_scratch=True,
-        notes=recipe.notes,
-    )
+    else:
+        optimizer, first_step = recipe.optimizer(n_rows), 0
+        model = copy.deepcopy(reference.model) if copied else reference.model
+        model, changes = make_trainable(model, reference.frozen, recipe, settings.seed)
+        initial = AdamWTraining(model, optimizer)
+        initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
+        notes = (*changes, *initial.notes)
 
+        def start(k: int) -> AdamWTraining:
+            """Return the training before its first step; all orders train the same model object, one after another."""
+            training = AdamWTraining(model, optimizer)
+            training.set_weights(initial_weights)
+            return training
 
-def _plan_fine_tuning(
-    reference: ReferenceModel, recipe: FineTuningRecipe | None, settings: ReplaySettings, n_rows: int, *, copied: bool
-) -> ReplayPlan:
-    """Plan fine-tunings of the reference model; orders differ only in the order of rows."""
-    recipe = recipe or default_recipe(n_rows)
-    settings = settings.model_copy(update={"orders": settings.orders or 1})
-    optimizer = recipe.optimizer(n_rows)
-    model = copy.deepcopy(reference.model) if copied else reference.model
-    model, notes = make_trainable(model, reference.frozen, recipe, settings.seed)
-    initial = AdamWTraining(model, optimizer)
-    initial_weights = [parameter.detach().clone() for parameter in initial.parameters]
-
-    def start(_: int) -> AdamWTraining:
-        """Return the training before its first step; all orders train the same model object, one after another."""
-        training = AdamWTraining(model, optimizer)
-        training.set_weights(initial_weights)
-        return training
-
-    return ReplayPlan(
-        recipe=recipe,
-        settings=settings,
-        optimizer=optimizer,
-        differentiation=_metagradient_settings(settings, optimizer.steps, reference.batch_tokens),
-        start=start,
-        from_scratch=False,
-        notes=(*notes, *initial.notes),
-    )
-
-
-def _metagradient_settings(
-    settings: ReplaySettings, steps: int, batch_tokens: int, first_step: int = 0
-) -> MetagradientSettings:
-    """Return the settings by which a training of `steps` steps is differentiated."""
     if settings.window is not None:
-        first_step = max(0, steps - settings.window)
-    return MetagradientSettings(
+        first_step = max(0, optimizer.steps - settings.window)
+    probe_steps = middle_steps(optimizer.steps - first_step, settings.probes)
+    differentiation = MetagradientSettings(
         curvature=settings.curvature,
-        probe_steps=tuple(first_step + step for step in middle_steps(steps - first_step, settings.probes)),
-        batch_tokens=batch_tokens,
+        probe_steps=tuple(first_step + step for step in probe_steps),
+        batch_tokens=reference.batch_tokens,
         first_step=first_step,
     )
+    return ReplayPlan(recipe, settings, optimizer, differentiation, start, from_scratch, notes)
 
 
 def make_trainable(
     model: nn.Module, frozen: Sequence[str], recipe: FineTuningRecipe, seed: int
 ) -> tuple[Any, list[str]]:
-    """Prepare a model for the training of a recipe: its dtype, the parameters that are trained, and its adapter.
-
-    Args:
-        model: model to train, which is changed.
-        frozen: names of parameters that are not trained.
-        recipe: training of the model.
-        seed: seed of the initial weights of the adapter.
-    Returns:
-        The model in float32 or float64, and notes on differences from the recipe.
-    Raises:
-        MissingExtraError: the recipe has an adapter, and peft is not installed.
-        SettingsError: the recipe's adapter does not fit the model.
-    """
+    """Return a model in an exact dtype with the adapter and trained parameters of a recipe, and notes on changes."""
     notes, dtype = [*recipe.notes], next(model.parameters()).dtype
     if dtype not in EXACT_DTYPES:
         model = model.float()
         notes.append(f"the model is in {str(dtype).removeprefix('torch.')}, its replay in float32")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
-    return (model if recipe.lora_r is None else _with_adapter(model, recipe, seed)), notes
-
-
-def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.Module:
-    """Return the model with the LoRA adapter of a recipe."""
+    if recipe.lora_r is None:
+        return model, notes
     peft = require("peft", extra="peft", feature="the recipe's LoRA adapter")
     if any(isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) for module in model.modules()):
         raise SettingsError(
@@ -205,24 +166,17 @@ def _with_adapter(model: nn.Module, recipe: FineTuningRecipe, seed: int) -> nn.M
         warnings.simplefilter("ignore", FutureWarning)  # peft uses deprecated names of transformers
         torch.manual_seed(seed)
         try:
-            adapted: nn.Module = peft.get_peft_model(model, config).get_base_model()
+            model = peft.get_peft_model(model, config).get_base_model()
         except ValueError as err:
             raise SettingsError(f"recipe: lora_target_modules: {' '.join(str(err).split())[:200]}") from err
-    return adapted
+    return model, notes
 
 
 # -------------------------------------------------------------------- forecast
 
 
 def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
-    """Time the gradient of one batch; return the cost of a replay, in trainings, and a line on time, memory and disk.
-
-    Args:
-        plan: trainings of the replay.
-        rows: rows of the corpus, or some of them.
-        n_rows: number of rows of the whole corpus.
-        n_targets: number of targets.
-    """
+    """Time the gradient of one batch; return the cost in trainings, and a line on time, memory and disk."""
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)  # `rows` may be fewer than the order names

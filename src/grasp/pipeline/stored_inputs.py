@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 import grasp
-from grasp.arrays import I64
 from grasp.artifact.manifest import UNITS
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.kernels.kernel import Kernel
 from grasp.models.causal_lm import ReferenceModel
 from grasp.pipeline.inputs import Inputs
+from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import batch_arrays
+from grasp.progress import Progress
 from grasp.targets.units import unit_columns
 
 MAX_TARGET_BYTES = 64 << 20  # of the arrays of a target in `unit_arrays`
@@ -35,9 +36,9 @@ def provenance_fields(inputs: Inputs, build_seconds: Mapping[str, float] | None)
             "python": platform.python_version(),
             "torch": torch.__version__,
             "device": str(model.device),
-            "dtype": inputs.identity.dtype,
+            "dtype": inputs.identity["dtype"],
         },
-        "fingerprints": dict(inputs.identity.fingerprints),
+        "fingerprints": inputs.identity["fingerprints"],
         "settings": inputs.settings.model_dump(mode="json"),
         "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
         "details": {
@@ -56,20 +57,20 @@ def provenance_fields(inputs: Inputs, build_seconds: Mapping[str, float] | None)
     }
 
 
-def leak_arrays(inputs: Inputs) -> dict[str, I64]:
-    """Return the rows that contain questions, as arrays that are stored with the moments."""
-    return {name: array for target, leaks in inputs.leaks.items() for name, array in leaks.arrays(target).items()}
+def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel], progress: Progress) -> dict[str, NDArray[Any]]:
+    """Return the rows that contain questions of each target, and what the model computed for its units.
 
-
-def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel]) -> dict[str, NDArray[Any]]:
-    """Return what the model computed for the units of each target, as arrays that are stored with the moments.
-
-    `grasp.inspect.explain` then need not run the model on the units. Of gradients only the mean over a target is
-    stored. A target with more than `MAX_TARGET_BYTES` is left out.
+    The arrays are stored with the moments; both are of texts only. With what the model computed,
+    `grasp.inspect.explain` need not run it on the units. Of gradients only the mean over a target is stored. A target
+    with more than `MAX_TARGET_BYTES` is left out.
     """
-    if not inputs.unit_tokens:
+    if not isinstance(inputs.model, ReferenceModel):
         return {}
     arrays: dict[str, NDArray[Any]] = {}
+    all_units = inputs.unit_set.pool or inputs.unit_set.units
+    for target, leaks in find_leaks(inputs.store, all_units, inputs.model.tokenizer.decode).items():
+        progress.note(f"{target}: {leaks}")
+        arrays |= leaks.arrays(target)
     target_E = np.array([unit.target for unit in inputs.unit_set.units])
     for target in inputs.unit_set.targets:
         columns_E = np.flatnonzero(target_E == target)  # a unit is a column of the relevance arrays

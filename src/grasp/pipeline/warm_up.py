@@ -6,8 +6,9 @@ trained model is stored in the directory of the artifact. Start with `warm_up`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as hf_logging
 
@@ -19,10 +20,9 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
 from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows, refuse_untrainable
 from grasp.pipeline.proxy import MODEL
-from grasp.pipeline.replay_plan import make_trainable
-from grasp.progress import Progress
-from grasp.settings import BuildSettings
-from grasp.targets import Unit, load_units
+from grasp.pipeline.replay_plan import make_trainable, read_recipe
+from grasp.progress import Progress, Silent
+from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 from grasp.training.trajectory import Trajectory
@@ -31,49 +31,53 @@ STATES = "warm-up"  # in the artifact, while the model is trained
 
 
 def warm_up(
-    out: Path,
-    settings: BuildSettings,
+    model: ModelSettings | Mapping[str, Any] | Path | str,
+    corpus: CorpusSettings | Mapping[str, Any] | Path | str,
     steps: int,
-    recipe: FineTuningRecipe | None,
-    progress: Progress,
+    out: Path | str,
     *,
-    units: Sequence[Unit] = (),
+    recipe: FineTuningRecipe | Mapping[str, Any] | Path | str | None = None,
+    shard_rows: int = SHARD_ROWS,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Path:
-    """Train the model of `settings` on random rows, and return the directory of the result; a finished one is reused.
+    """Train a model on random rows of a corpus, as `build` does with `warm_up`; return the directory of the result.
 
-    An interrupted training is resumed by the same call, with the same weights on a CPU.
+    The result is stored in `out`, and a finished one is reused. An interrupted training is resumed by the same call,
+    with the same weights on a CPU.
 
     Args:
-        out: directory of the artifact.
-        settings: resolved settings of the build, with the original model; or, of a resumed build, with the result.
+        model: directory or hub name of a causal LM, or settings of the model by name: path, dtype, ...
+        corpus: path of texts or chats, or settings of the corpus by name: path, text_column, max_length, ...
         steps: optimizer steps; the learning rate decays to its end within them.
-        recipe: optimizer and batch. Default: `default_recipe`.
-        units: units of targets that are passed as objects.
+        out: directory of an artifact.
+        recipe: optimizer and batch: a YAML or JSON file, or settings by name, see `build`. Default: batches of 16.
+        shard_rows: rows per shard.
+        seed: seed of the order of the rows.
+        progress: receives stages, notes and numbers of rows.
     Raises:
         ArtifactError: the directory has a model that was trained with other settings.
         SettingsError: the training is no fine-tuning of all parameters on texts, or rows are longer than the recipe's.
         ModelError: the training diverges.
     """
-    if settings.model.path == str(out / MODEL):
+    out, progress, recipe = Path(out), progress or Silent(), read_recipe(recipe)
+    corpus = path_settings(CorpusSettings, corpus, "corpus")
+    model_settings = path_settings(ModelSettings, model, "model")
+    if model_settings.path == str(out / MODEL):
         return out / MODEL
     if steps < 1:
         raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
-    refuse_untrainable(settings, "--warm-up")
-    if settings.train != "further":
-        raise SettingsError(
-            "--warm-up: has no effect with --train new, where the model is not trained further; omit it"
-        )
-    load_units(settings.targets, units)  # report errors before the training
-    if is_adapter(settings.model.path) or (recipe is not None and recipe.lora_r is not None):
+    refuse_untrainable(model_settings, corpus, "--warm-up")
+    if is_adapter(model_settings.path) or (recipe is not None and recipe.lora_r is not None):
         raise SettingsError(
             "--warm-up: trains all parameters, but got an adapter; train the adapter for these steps, and pass its "
             "directory as --model"
         )
     record = {
-        "model": settings.model.path,
-        "corpus": settings.corpus.path,
+        "model": model_settings.path,
+        "corpus": corpus.path,
         "recipe": ({} if recipe is None else recipe.model_dump(mode="json")) | {"max_steps": steps},
-        "seed": settings.features.seed,
+        "seed": seed,
     }
     with lock_artifact(out):
         directory = out / MODEL
@@ -84,21 +88,15 @@ def warm_up(
                     f"delete {out}"
                 )
             return directory
-        reference = ReferenceModel.load(settings.model)
+        reference = ReferenceModel.load(model_settings)
         progress.stage("rows", rows=None, tokens=None)
-        rows = RowStore.write(
-            out / "tokens",
-            settings.corpus,
-            reference.tokenizer,
-            shard_rows=settings.shard_rows,
-            context=reference.context,
-        )
+        tokenizer, context = reference.tokenizer, reference.context
+        rows = RowStore.write(out / "tokens", corpus, tokenizer, shard_rows=shard_rows, context=context)
         recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
         refuse_longer_rows(recipe, rows, out)
-        tokenizer = reference.tokenizer
-        model, notes = make_trainable(reference.model, reference.frozen, recipe, settings.features.seed)
-        training = AdamWTraining(model, recipe.optimizer(rows.n_rows))
-        order = recipe.order(rows.n_rows, settings.features.seed)
+        trained, notes = make_trainable(reference.model, reference.frozen, recipe, seed)
+        training = AdamWTraining(trained, recipe.optimizer(rows.n_rows))
+        order = recipe.order(rows.n_rows, seed)
         for line in (*notes, *training.notes):
             progress.note(line)
         trajectory = Trajectory(training, rows, order, directory=out / STATES)
@@ -107,7 +105,7 @@ def warm_up(
         trajectory.train(lambda done: progress.advance(len(order[done - 1]), 0))
         with atomic_path(directory) as part:
             hf_logging.disable_progress_bar()  # the command line has its own progress display
-            model.save_pretrained(part)
+            trained.save_pretrained(part)
             tokenizer.save(part)
             (part / WARM_UP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         discard(out / STATES)

@@ -76,13 +76,7 @@ def _opened(path: Path | str) -> Iterator[pq.ParquetFile]:
 
 
 def read_checksummed_batches(path: Path | str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield batches of a table.
-
-    Args:
-        columns: columns to read. Default: all.
-    Raises:
-        ArrowException, OSError: the file is damaged.
-    """
+    """Yield batches of a table; Arrow errors and OSError mean that the file is damaged."""
     with _opened(path) as file:
         yield from file.iter_batches(BATCH_ROWS, columns=columns)
 

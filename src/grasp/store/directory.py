@@ -77,10 +77,6 @@ class Files:
         """Return what is wrong with a file, in words; None: it is intact."""
         return fault(self.root, name, self.entries[name])
 
-    def verify(self) -> dict[str, str]:
-        """Read all files, and return what is wrong with each damaged one, by name."""
-        return {name: problem for name in sorted(self.entries) if (problem := self.fault(name))}
-
 
 Content = bytes | Callable[[Path], object]  # content of a file, or a function that writes it
 
@@ -155,11 +151,7 @@ class Store(Generic[M]):
         return complete
 
     def mark(self, part: str) -> M:
-        """Read the mark of a part.
-
-        Raises:
-            GraspError: the mark is missing or damaged.
-        """
+        """Read the mark of a part."""
         return read_record(self._mark_path(part), self.schema.mark, self.schema.error_type)
 
     def progress(self) -> str:

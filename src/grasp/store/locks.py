@@ -42,15 +42,12 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[None]:
     with open(descriptor, "rb+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as err:
-            holder = file.read(1000).decode(errors="replace").strip() or "another process"
-            raise ArtifactError(
-                f"{directory}: locked by {holder}; a directory can have one writer: wait for that process or stop it"
-            ) from err
         except OSError as err:
-            raise ArtifactError(
-                f"{directory}: the file system does not support locks ({err.strerror}); use a local disk"
-            ) from err
+            problem = f"the file system does not support locks ({err.strerror}); use a local disk"
+            if isinstance(err, BlockingIOError):
+                holder = file.read(1000).decode(errors="replace").strip() or "another process"
+                problem = f"locked by {holder}; a directory can have one writer: wait for that process or stop it"
+            raise ArtifactError(f"{directory}: {problem}") from err
         file.truncate(0)
         file.write(f"{_this_process()}\n".encode())
         try:

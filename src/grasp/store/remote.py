@@ -9,7 +9,6 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,11 +206,6 @@ def _sizes(filesystem: Any, root: str, url: str) -> dict[str, int]:
         except FileNotFoundError:
             return {}
     return {str(path)[len(root) :].lstrip("/"): int(info["size"]) for path, info in files.items()}
-
-
-def discard_staging(url: str) -> None:
-    """Delete the local copy of a published store."""
-    shutil.rmtree(staging_directory(url), ignore_errors=True)
 
 
 def _connect(url: str) -> tuple[Any, str]:
