@@ -70,7 +70,6 @@ LACKS = "model.norm.weight"
         ({"num_attention_heads": 0}, ""),
         ({"model_type": ["a"]}, ""),
         ({"vocab_size": -1}, ""),
-        ({"num_hidden_layers": 10**7}, ""),
         ({"intermediate_size": 10**15}, ""),
         ("[1, 2]", ""),
         ("[" * 100_000, ""),
@@ -284,7 +283,7 @@ def test_a_killed_build_continues_with_resume(root, tmp_path, positions, written
     out = tmp_path / "killed"
     command = [sys.executable, "-m", "grasp", *map(str, arguments), str(out), "--untrained"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as child:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while len(list(out.glob(written))) < 3:
             assert child.poll() is None
             assert time.monotonic() < deadline
