@@ -189,24 +189,6 @@ def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
 # full disks and kills
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Return a function that mounts a disk of some kilobytes, or enlarges it if called again."""
-    place = tmp_path / "disk"
-    place.mkdir()
-
-    def sized(kilobytes: int) -> Path:
-        options = f"size={kilobytes}k" + (",remount" if place.is_mount() else "")
-        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-            pytest.skip("mounting a small disk needs root")
-        return place
-
-    yield sized
-    if place.is_mount():
-        subprocess.run(["umount", str(place)], check=True)
-
-
 @pytest.mark.parametrize(
     ("kilobytes", "changes", "pattern"),
     [
