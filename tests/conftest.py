@@ -1,6 +1,8 @@
 """Small real models of several families, made from configurations, and a small artifact: no download."""
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,24 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
 @pytest.fixture(params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a function that mounts a disk of some kilobytes, or enlarges it if called again."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def sized(kilobytes: int) -> Path:
+        options = f"size={kilobytes}k" + (",remount" if place.is_mount() else "")
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting a small disk needs root")
+        return place
+
+    yield sized
+    if place.is_mount():
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture(scope="session")

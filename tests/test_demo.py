@@ -34,14 +34,6 @@ def test_the_suggested_command_retrains_on_the_rows_and_units_of_the_demo(tmp_pa
     assert settings.recipe == "tiny"
 
 
-def test_local_runs_take_precedence_over_bundled_ones(tmp_path, monkeypatch):
-    artifact = write_artifact(tmp_path / "art")
-    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", artifact).path)
-    assert open_runs(Demo(tmp_path), artifact).name == "shipped"
-    write_environment(tmp_path / "environment", artifact)
-    assert open_runs(Demo(tmp_path), artifact).name == "environment"
-
-
 def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     artifact = write_artifact(tmp_path / "art")
     runs = write_environment(tmp_path / "env", artifact)
@@ -57,7 +49,7 @@ def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
     assert page.count(f'{line["task_ceiling"]:.3f}</span> <small class="num">{ends}') >= 1
 
 
-def test_runs_of_other_rows_unfinished_or_missing_runs_are_refused(tmp_path, monkeypatch):
+def test_local_runs_come_first_and_runs_of_other_rows_or_unfinished_ones_are_refused(tmp_path, monkeypatch):
     artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
     monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
     with pytest.raises(RunsError, match="no retrained runs"):
@@ -68,6 +60,10 @@ def test_runs_of_other_rows_unfinished_or_missing_runs_are_refused(tmp_path, mon
     write_environment(tmp_path / "environment", artifact, done=3)
     with pytest.raises(RunsError, match="environment: unfinished"):
         open_runs(Demo(tmp_path), artifact)
+    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "right", artifact).path)
+    assert open_runs(Demo(tmp_path / "elsewhere"), artifact).name == "right"
+    write_environment(tmp_path / "local" / "environment", artifact)
+    assert open_runs(Demo(tmp_path / "local"), artifact).name == "environment"
 
 
 def test_the_demo_prints_the_output_of_the_commands_that_it_shows(art, tmp_path, monkeypatch):

@@ -15,9 +15,15 @@ from grasp.text import MAX_CELL_CHARS
 from tests.mentions import assert_mentions
 
 
-def test_stages_are_named_with_their_remaining_time(monkeypatch, capsys):
+@pytest.fixture
+def now(monkeypatch):
+    """Set the clock: the only entry is its time in seconds."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_stages_are_named_with_their_remaining_time(now, capsys):
     watch = Watch()
     watch.stage("moments", rows=100, tokens=1000)
     now[0] = 60.0
@@ -34,9 +40,7 @@ def test_stages_are_named_with_their_remaining_time(monkeypatch, capsys):
     assert_mentions(capsys.readouterr().err, "verifying: 1 of 2 rows", "0 rows/s", " 6 s")
 
 
-def test_the_total_time_is_estimated_from_the_first_parts(monkeypatch, capsys):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+def test_the_total_time_is_estimated_from_the_first_parts(now, capsys):
     watch = Watch()
     watch.plan({"moments": 1_000, "other moments": 3_000, "rows scored": 60_000})
     watch.stage("moments", rows=10, tokens=1_000)
@@ -106,12 +110,16 @@ def long_work(*, progress=None):
     return progress
 
 
-def test_a_notebook_has_one_line_per_stage_that_changes_in_place(cell):
+def test_a_notebook_has_one_line_per_stage_that_changes_in_place_and_none_elsewhere(cell, monkeypatch):
+    assert long_work(progress=Silent()).__class__ is Silent
+    assert not cell.shown
     watch = long_work()
     assert isinstance(watch, progress.NotebookWatch)
     assert len(cell.shown) == 2
     assert_mentions(cell.shown[0], "scoring rows: 2 rows in")
     assert cell.shown[1] == "note: one row was cut"
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert long_work() is None
 
 
 def test_a_notebook_shows_the_runs_of_a_retraining(cell):
@@ -120,10 +128,3 @@ def test_a_notebook_shows_the_runs_of_a_retraining(cell):
 
     progress.shows_progress(retrain)()
     assert cell.shown[0].startswith("runs: ")
-
-
-def test_outside_of_a_notebook_or_with_a_progress_of_the_user_nothing_is_added(cell, monkeypatch):
-    assert long_work(progress=Silent()).__class__ is Silent
-    assert not cell.shown
-    monkeypatch.delitem(sys.modules, "IPython")
-    assert long_work() is None

@@ -93,12 +93,8 @@ def test_a_table_has_only_finite_numbers_and_no_spreadsheet_formulas(tmp_path, n
     path = write_table(table, tmp_path / name)
     finite = [None, None, -1.0, 2.5, None, 0.0, 1e308]
     if name.endswith(".parquet"):
-        assert pq.read_table(path).to_pydict() == {
-            "row_id": texts,
-            "label": texts,
-            "value": finite,
-            "n": list(range(7)),
-        }
+        expected = {"row_id": texts, "label": texts, "value": finite, "n": list(range(7))}
+        assert pq.read_table(path).to_pydict() == expected
         return
     lines = list(csv.DictReader(path.read_text().splitlines()))
     assert [line["row_id"] for line in lines] == ["'=1+1", "'@SUM(A1)", "'-2", "'+x", "'\t=1", "plain", ""]

@@ -82,7 +82,14 @@ def _wait_for(endpoint: str) -> None:
             time.sleep(0.2)
 
 
-@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.filterwarnings("default"))])
+WARNS = pytest.mark.filterwarnings("default")  # the libraries of S3
+on_s3_too = pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=WARNS)], indirect=True)
+slowly_on_s3 = pytest.mark.parametrize(
+    "place", ["memory", pytest.param("s3", marks=[WARNS, pytest.mark.slow])], indirect=True
+)
+
+
+@pytest.fixture
 def place(request):
     """Return a URL at which nothing is stored yet."""
     base = "memory:/" if request.param == "memory" else request.getfixturevalue("s3")
@@ -107,6 +114,7 @@ def assert_same(actual: ArtifactReader, expected: ArtifactReader) -> None:
         np.testing.assert_array_equal(actual.moments[name], array)
 
 
+@on_s3_too
 def test_data_read_from_a_url_equal_those_written(local, place):
     assert not is_published(place)
     with pytest.raises(ArtifactError, match=f"^{place}: .*`grasp build"):
@@ -121,6 +129,7 @@ def test_data_read_from_a_url_equal_those_written(local, place):
     assert info(place).path == place
 
 
+@slowly_on_s3
 def test_only_files_that_are_read_are_fetched(local, place, cache):
     publish_artifact(local, place)
     artifact = ArtifactReader.open(place)
@@ -130,6 +139,7 @@ def test_only_files_that_are_read_are_fetched(local, place, cache):
     assert artifact.path.is_relative_to(cache)
 
 
+@slowly_on_s3
 def test_a_flipped_byte_is_found_in_storage_and_in_transfer(local, place):
     publish_artifact(local, place)
     filesystem, root = fsspec.core.url_to_fs(place)
@@ -156,6 +166,7 @@ def is_published(place):
     return module.is_published(place, SIGNED_MANIFEST)
 
 
+@slowly_on_s3
 def test_publishing_resumes_and_is_atomic(local, place, monkeypatch):
     filesystem, _ = fsspec.core.url_to_fs(place)  # fsspec gives the same one to whoever asks
     sent, resent, real = [], [], filesystem.put_file
@@ -180,6 +191,7 @@ def test_publishing_resumes_and_is_atomic(local, place, monkeypatch):
     publish_artifact(local, place)
 
 
+@slowly_on_s3
 def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch):
     filesystem, root = fsspec.core.url_to_fs(place)
     publish_artifact(local, place)
@@ -196,6 +208,7 @@ def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch
     assert not is_published(place)
 
 
+@slowly_on_s3
 def test_two_readers_with_an_empty_cache_do_not_interfere(local, place, monkeypatch):
     publish_artifact(local, place)
     requested, real = [], module.atomic_path
@@ -229,6 +242,7 @@ def test_a_file_url_is_a_path(local):
     assert verify(f"file://{local}").ok
 
 
+@slowly_on_s3
 def test_another_artifact_is_not_overwritten(local, place, tmp_path):
     publish_artifact(local, place)
     other = World(n_rows=9).write(tmp_path / "other")
@@ -293,7 +307,7 @@ def web(local):
     server.server_close()
 
 
-@pytest.mark.filterwarnings("default")
+@WARNS
 @pytest.mark.parametrize("how", ["500", "loop", "file", "long"])
 def test_errors_and_false_answers_of_a_server_are_one_line(web, how):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
@@ -304,7 +318,7 @@ def test_errors_and_false_answers_of_a_server_are_one_line(web, how):
             ask(url)
 
 
-@pytest.mark.filterwarnings("default")
+@WARNS
 def test_an_artifact_over_http_is_read_and_a_missing_file_is_named(web, local):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install aiohttp")
     handler, url = web

@@ -37,19 +37,11 @@ def test_the_help_of_every_command_is_the_recorded_one(command, rewrite_snapshot
         HELP.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert path.read_text(encoding="utf-8").split() == text.split()  # where lines are broken is up to click
-
-
-def test_no_help_is_recorded_for_removed_commands():
     assert {path.stem for path in HELP.glob("*")} == {"grasp", *(name.replace(" ", "-") for name in commands())}
-
-
-@pytest.mark.parametrize("command", commands())
-def test_help_of_every_command_explains_its_options_and_ends_with_an_example(command):
-    text = succeed(*command.split(), "--help").out
-    assert f"grasp {command}" in text[text.index("Example") :]
-    assert commands()[command].help
-    for parameter in commands()[command].params:
-        assert parameter.help, parameter.name
+    if command:
+        assert f"grasp {command}" in text[text.index("Example") :]
+        assert commands()[command].help
+        assert all(parameter.help for parameter in commands()[command].params)
 
 
 def test_help_names_every_command_in_a_group():

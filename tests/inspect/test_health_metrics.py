@@ -69,27 +69,6 @@ def test_a_relative_error_is_the_median_over_subsets_that_differ_from_zero():
 
 
 @given(SEEDS)
-def test_rank_one_share_is_the_squared_cosine(seed):
-    hidden, residual, row, gradient = positions(seed)
-    own_hidden, own_residual = features(seed + 1, n=5)
-    shares = []
-    for i in (0, 1, 2, 4):
-        pooled = np.outer(own_hidden[i], own_residual[i])
-        if gradient[i].any() and pooled.any():
-            shares.append((gradient[i] * pooled).sum() ** 2 / ((gradient[i] ** 2).sum() * (pooled**2).sum()))
-    actual = geometric.rank_one_share(hidden, csr_array(residual), row, own_hidden, csr_array(own_residual))
-    assert actual == pytest.approx(np.mean(shares))
-
-
-def test_a_row_of_one_position_equals_its_summary():
-    hidden, residual = features(0)
-    residual = residual + 0.1
-    assert geometric.rank_one_share(hidden, csr_array(residual), np.arange(9), hidden, csr_array(residual)) == (
-        pytest.approx(1)
-    )
-
-
-@given(SEEDS)
 def test_accuracy_is_never_below_the_bound(seed):
     generator = np.random.default_rng(seed)
     realized = generator.normal(size=12)

@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grasp.api.predict import predict
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS
 from grasp.inspect.explain import explain
@@ -166,19 +165,6 @@ def test_numbers_are_those_of_the_command(place, parsed):
     for line in lines:
         shown = f"{line['nats']:+.3f}".replace("-", "\N{MINUS SIGN}")
         assert shown in parsed.text
-    assert "effect size" in parsed.text
-
-
-def test_effects_in_the_table_are_those_of_the_slice_table(tmp_path):
-    artifact = write_artifact(tmp_path / "art")
-    findings = collect_findings(artifact, DEFAULT_PROTOCOL, by=("topic",))
-    (label,) = findings.labels
-    for line in predict(artifact, by="topic").table.to_pylist():
-        g, t = label.slices.names.index(line["value"]), findings.targets.index(line["target"])
-        assert label.dropped.value_GT[g, t] == pytest.approx(line["if_dropped"])
-        assert (label.dropped.low_GT[g, t], label.dropped.high_GT[g, t]) == pytest.approx(
-            (line["if_dropped_low"], line["if_dropped_high"])
-        )
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node, which runs the script of the page, is not installed")
@@ -241,7 +227,9 @@ def test_every_input_of_the_report_is_shown(parsed):
     assert_contains(
         text, "grasp report ", "--by topic,format", "run.yaml of the artifact", "top_k: 64", "with <weights>"
     )
-    assert_contains(text, f"rows with at least {MIN_RELIABLE_TOKENS} tokens")
+    assert_contains(text, f"rows with at least {MIN_RELIABLE_TOKENS} tokens", "effect size")
+    assert re.search(r"keeping only the best 30% of rows: \S+ nats per token \[", text)
+    assert_contains(text, "models retrained on 24 subsets", "fitted to retrained models")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):
@@ -276,43 +264,26 @@ def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path)
     assert_contains(page_text(null, by=("format",)), "no format has a significant effect")
 
 
-def test_rare_values_of_a_label_are_grouped_with_a_note_on_the_page(tmp_path):
-    artifact = write_artifact(tmp_path / "art", topics=[f"topic {i}" for i in range(150)], n_rows=400)
-    grouped = "topic: 51 rare values are grouped in the slice \N{LEFT DOUBLE QUOTATION MARK}51 other values"
-    assert grouped in page_text(artifact, by=("topic",))
-    assert "if a format is dropped" in page_text(artifact)  # topic has too many values to be chosen unasked
-
-
-@pytest.mark.parametrize("count", [1, 10_000])
-def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "by", "is_grouped"),
+    [(1, (), False), (150, (), False), (150, ("topic",), True), (10_000, ("topic", "format"), True)],
+)
+def test_a_label_of_any_number_of_values_gives_a_page_of_bounded_size(tmp_path, count, by, is_grouped):
+    """Of a single value, or of too many, a label is not chosen unasked."""
     topics = [f"topic {i}" for i in range(count)]
     artifact = write_artifact(tmp_path / "art", topics=topics, n_rows=max(count, 400), targets=("sciq",))
-    page = render(collect_findings(artifact, DEFAULT_PROTOCOL, by=("topic", "format") if count > 1 else ()))
+    page = render(collect_findings(artifact, DEFAULT_PROTOCOL, by=by))
     assert len(page.encode()) < 1_500_000
-    assert (f"topic: {count - 99:,} rare values are grouped in the slice" in page) == (count > 1)
-    assert ("if a format is dropped" in page) == (count == 1)
+    assert (f"topic: {count - 99:,} rare values are grouped in the slice" in page) == is_grouped
+    assert ("if a format is dropped" in page) == (by != ("topic",) and count != 10_000)
 
 
-def test_a_selection_by_a_label_of_many_values_shows_the_largest_shares(tmp_path):
-    artifact = write_artifact(tmp_path / "art")
-    arguments = ("--budget", "50", "--target", "sciq", "--by", "row_id", "--out", tmp_path / "kept.parquet")
-    succeed("select", artifact.path, *arguments)
-    text = page_text(artifact, selection=tmp_path / "kept.json", by=("format",))
-    assert "50 of 200 rows" in text
-    assert re.search(r"170 other values ?85\.0% ?40\.0%", text)
-
-
-def test_a_point_a_subset(text):
-    trust = text.partition('<section id="trust"')[2].partition("Would more runs help?")[0]
-    assert trust.count("<svg") == 2
-    assert trust.count("<circle") == 2 * 24
-
-
-def test_the_learning_curve_of_runs_is_drawn_and_described(text, parsed):
+def test_runs_are_drawn_as_points_and_as_a_learning_curve(text, parsed):
     """Of 24 runs 16 are left out, so up to 8 are learned from; 0: relevance alone."""
-    more = text.partition("Would more runs help?")[2].partition("</section>")[0]
-    assert more.count("<svg") == 2
-    assert more.count("<circle") == 2 * 3
+    trust, _, more = text.partition('<section id="trust"')[2].partition("Would more runs help?")
+    more = more.partition("</section>")[0]
+    assert (trust.count("<svg"), trust.count("<circle")) == (2, 2 * 24)
+    assert (more.count("<svg"), more.count("<circle")) == (2, 2 * 3)
     assert re.search(r"sciq: rho \S+ without runs, \S+ with 8 runs", parsed.text)
 
 
@@ -366,27 +337,35 @@ def test_conflicting_targets_are_reported_first(tmp_path):
     assert "Few units (sciq 5, boolq 5): intervals over fewer than 20 units are too narrow." in text
 
 
-def test_a_selection_of_documents_speaks_of_documents(tmp_path):
-    art = write_artifact(tmp_path / "art", targets=("sciq",))
-    out = succeed("select", art.location, "--budget", "50documents", "--out", tmp_path / "kept.parquet").out
-    assert out.startswith("keeps 50 documents: 50 of 200 rows (25.0 %), ")
-    text = page_text(art, selection=tmp_path / "kept.json")
-    assert re.search(r"Predicted gain from keeping only the best 50 documents: \+[0-9.]+ effect sizes", text)
-
-
-def test_a_selection_beyond_the_runs_says_so(place, tmp_path):
-    arguments = ("--budget", "5%", "--target", "sciq", "--runs", place / "env", "--out", tmp_path / "kept.parquet")
-    succeed("select", place / "art", *arguments)
-    environment = RetrainedRuns.open(place / "env")
-    text = page_text(ArtifactReader.open(place / "art"), runs=environment, selection=tmp_path / "kept.json")
-    assert re.search(r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)", text)
-
-
-def test_with_runs_the_clauses_are_there(parsed):
-    text = " ".join(parsed.text.split())
-    assert re.search(r"keeping only the best 30% of rows: \S+ nats per token \[", text)
-    assert "models retrained on 24 subsets" in text
-    assert "fitted to retrained models" in text
+@pytest.mark.parametrize(
+    ("arguments", "with_runs", "patterns"),
+    [
+        (
+            ("--budget", "50documents"),
+            False,
+            [r"Predicted gain from keeping only the best 50 documents: [+\u2212][0-9.]+ effect sizes"],
+        ),
+        (
+            ("--budget", "50", "--by", "row_id"),
+            False,
+            ["50 of 200 rows", r"170 other values ?85\.0% ?40\.0%"],
+        ),
+        (
+            ("--budget", "5%"),
+            True,
+            [r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)"],
+        ),
+    ],
+    ids=["of documents", "by many values", "beyond the runs"],
+)
+def test_a_selection_is_described(place, tmp_path, arguments, with_runs, patterns):
+    """Documents are named, the largest shares shown, and an extrapolation beyond the runs is reported."""
+    artifact = ArtifactReader.open(place / "art") if with_runs else write_artifact(tmp_path / "art")
+    flags, runs = ("--runs", place / "env") if with_runs else (), RetrainedRuns.open(place / "env")
+    succeed("select", artifact.path, *arguments, "--target", "sciq", *flags, "--out", tmp_path / "kept.parquet")
+    text = page_text(artifact, selection=tmp_path / "kept.json", **({"runs": runs} if with_runs else {}))
+    for pattern in patterns:
+        assert re.search(pattern, text), pattern
 
 
 # shaded words

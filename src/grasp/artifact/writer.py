@@ -6,9 +6,9 @@ stays readable until the manifest is replaced. Start with `ArtifactWriter.open` 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -297,9 +297,19 @@ class ArtifactWriter(BuiltShards):
             else:
                 rows, shard = self.grid.n_rows, self.grid.shard_rows
                 before = Manifest(n_rows=rows, shard_rows=shard, targets={}, arrays={}, units=(), moments=(), files={})
+            entries = {
+                name: _with_columns(
+                    before.arrays.get(name),
+                    spec,
+                    of_part(name, self._part),
+                    self._dtype,
+                    gain=(gains or {}).get(name, 1.0),
+                )
+                for name, spec in self._arrays.items()
+            }
             added = {
                 "targets": before.targets | dict(Counter(units["target"].to_pylist())),
-                "arrays": before.arrays | self._array_entries(before, gains or {}),
+                "arrays": before.arrays | entries,
                 "units": (*before.units, unit_file),
                 "moments": (*before.moments, moment_file),
                 "files": before.files | files,
@@ -326,17 +336,27 @@ class ArtifactWriter(BuiltShards):
             files |= {f"{FEATURES}/{name}": entry for name, entry in features.items()}
         return files
 
-    def _array_entries(self, before: Manifest, gains: Mapping[str, float]) -> dict[str, ArrayEntry]:
-        """Return the entries of the arrays; the columns of an extension follow those that an array has already."""
-        entries = {}
-        for name, spec in self._arrays.items():
-            old = before.arrays.get(name)
-            start, groups, gain = (old.width, old.groups, old.gain) if old else (0, (), gains.get(name, 1.0))
-            group = ColumnGroup(name=of_part(name, self._part), start=start, stop=start + spec.width, dtype=self._dtype)
-            entries[name] = ArrayEntry(
-                width=group.stop, unit=spec.unit, sign=spec.sign, gain=gain, groups=(*groups, group)
-            )
-        return entries
+
+def _with_columns(
+    old: ArrayEntry | None,
+    spec: ArraySpec,
+    group_name: str,
+    dtype: ArrayDtype,
+    *,
+    gain: float = 1.0,
+    targets: Iterable[str] = (),
+) -> ArrayEntry:
+    """Return the entry of an array with a group of new columns, which follow those that it has already."""
+    start, groups, old_targets = (old.width, old.groups, old.targets) if old else (0, (), ())
+    group = ColumnGroup(name=group_name, start=start, stop=start + spec.width, dtype=dtype)
+    return ArrayEntry(
+        width=group.stop,
+        unit=spec.unit,
+        sign=spec.sign,
+        gain=old.gain if old else gain,
+        groups=(*groups, group),
+        targets=(*old_targets, *targets),
+    )
 
 
 def add_target_columns(
@@ -366,22 +386,16 @@ def add_target_columns(
     old, updates = before.arrays.get(name), dict[str, Any]()
     with report_full_disk(f"{path}: {name} was not added", lambda: "the artifact is unchanged"):
         if columns:
-            start, groups, targets = (old.width, old.groups, old.targets) if old else (0, (), ())
-            group = ColumnGroup(name=of_part(name, len(groups)), start=start, stop=start + len(columns), dtype=dtype)
+            group_name = of_part(name, len(old.groups) if old else 0)
+            added = replace(spec, width=len(columns))
+            entry = _with_columns(old, added, group_name, dtype, targets=columns)
             value_NT, scale_T = np.stack(list(columns.values()), axis=1), np.ones(len(columns), dtype=np.float32)
-            names = [SCALE.format(group.name), *(CHUNK.format(group.name, k) for k in range(grid.n_shards))]
+            names = [SCALE.format(group_name), *(CHUNK.format(group_name, k) for k in range(grid.n_shards))]
             (path / names[0]).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path / names[0], npy_bytes(scale_T))
             stored_NT = encode(name, value_NT, scale_T, dtype)
             for k, file in enumerate(names[1:]):
                 write_atomically(path / file, npy_bytes(stored_NT[slice(*grid.bounds(k))]))
-            entry = ArrayEntry(
-                width=group.stop,
-                unit=spec.unit,
-                sign=spec.sign,
-                groups=(*groups, group),
-                targets=(*targets, *columns),
-            )
             files = {file: entry_of(path / file) for file in names}
             updates = {"arrays": before.arrays | {name: entry}, "files": before.files | files}
         provenance = {"details": before.details | plain_json(details)}

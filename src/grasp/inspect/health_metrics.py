@@ -10,7 +10,6 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from grasp.arrays import F64, Floats, ratio
-from grasp.runs.metrics import spearman
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,6 @@ def judge_check(
 def unmeasured_check(name: str, healthy: str, reason: str) -> Check:
     """Return a check that could not be measured, for the given reason."""
     return Check(name, "not measured", healthy, "not measured", reason, {})
-
-
-def rank_agreement(first_B: F64, second_B: F64) -> float:
-    """Return Spearman's rho; NaN if an input is constant."""
-    return float(spearman(first_B, second_B))
 
 
 def top_shares(blocks: Iterable[Floats]) -> F64:

@@ -17,7 +17,7 @@ Shape letters: N rows of the sample, P positions, B subsets, E units, H hidden w
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isnan, sqrt
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,12 @@ from grasp.arrays import F64, Floats
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.inspect.health import SampledArtifact
-from grasp.inspect.health_metrics import Check, judge_check, rank_agreement, unmeasured_check
+from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.paper.protocol import InteractionProtocol
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
+from grasp.runs.metrics import spearman
 from grasp.settings import FeatureSettings
 
 # The stored sketches, with the setting of `features` that is the width of each.
@@ -98,7 +99,7 @@ def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) 
     if isinstance(kernels, GraspError):
         return unmeasured_check(name, HEALTHY_SUMMARY, str(kernels))
     pooled_NN, product_NN = kernels.gram_NN["hidden"] * kernels.gram_NN["residual"], kernels.gram_NN["product"]
-    ranks = rank_agreement(*(raw_geometry(sample.weight_BN, gram_NN) for gram_NN in (pooled_NN, product_NN)))
+    ranks = float(spearman(*(raw_geometry(sample.weight_BN, gram_NN) for gram_NN in (pooled_NN, product_NN))))
     return judge_check(
         name,
         f"{kernels.summary_share:.2f} of the squared norm of a row's output-layer gradient is in its summary; rank "
@@ -114,8 +115,8 @@ def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) 
 def _compare_kernels(sample: SampledArtifact) -> Check:
     """Check whether the pooled kernel ranks rows as the kernel over all positions does."""
     pooled_NE, output_layer_NE = (sample.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
-    rho_E = [rank_agreement(a, b) for a, b in zip(pooled_NE.T, output_layer_NE.T, strict=True)]
-    rho = float(np.nanmean(rho_E)) if not all(map(isnan, rho_E)) else float("nan")
+    rho_E = spearman(pooled_NE, output_layer_NE)
+    rho = float(np.nanmean(rho_E)) if not np.isnan(rho_E).all() else float("nan")
     return judge_check(
         "pooled and output_layer",
         f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
@@ -138,7 +139,8 @@ def _check_sketch(sample: SampledArtifact, kernels: ExactKernels | GraspError, n
     sketch_ND = sample.array(array) / (float(artifact.manifest.arrays[array].gain) or 1.0)
     estimate_B = ((sample.weight_BN @ sketch_ND) ** 2).sum(axis=1)
     true_B = raw_geometry(sample.weight_BN, kernels.gram_NN[name])
-    error, ranks, width = relative_error(estimate_B, true_B), rank_agreement(estimate_B, true_B), sketch_ND.shape[1]
+    error, ranks = relative_error(estimate_B, true_B), float(spearman(estimate_B, true_B))
+    width = sketch_ND.shape[1]
     variation = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
     allowed = 2 * sqrt(2 / width)  # twice the relative standard deviation of a squared norm by a Gaussian sketch
     components = f"{name}.*" if name == "product" else f"{name}.* and joint.*"
