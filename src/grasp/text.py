@@ -254,7 +254,17 @@ def text_table(
         width: maximum width of the table in characters.
     """
     headings = [plain(heading) for heading in headings]
-    columns = [_column(heading, [row[k] for row in rows], is_name=k < left) for k, heading in enumerate(headings)]
+    columns: list[list[str]] = []
+    for k, heading in enumerate(headings):
+        values = [row[k] for row in rows]
+        if heading == "text" or heading.endswith("_id"):
+            columns.append([plain(value) for value in values])
+        elif k >= left:
+            columns.append([_cut(plain(value), MAX_CELL_CHARS) for value in values])
+        else:  # truncated names stay unique
+            names = list(dict.fromkeys(map(str, values)))
+            short_name = dict(zip(names, unique_names(names, MAX_CELL_CHARS), strict=True))
+            columns.append([short_name[str(value)] for value in values])
     cells = [list(line) for line in zip(*columns, strict=True)]
     widths = [max(len(line[k]) for line in [headings, *cells]) for k in range(len(headings))]
     is_left_aligned = [k < left or heading == "text" for k, heading in enumerate(headings)]
@@ -269,17 +279,6 @@ def text_table(
         ]
         lines.append(GAP.join(aligned).rstrip())
     return "\n".join(lines)
-
-
-def _column(heading: str, cells: Sequence[object], *, is_name: bool) -> list[str]:
-    """Format one column; truncated names stay unique."""
-    if heading == "text" or heading.endswith("_id"):
-        return [plain(cell) for cell in cells]
-    if not is_name:
-        return [_cut(plain(cell), MAX_CELL_CHARS) for cell in cells]
-    names = list(dict.fromkeys(map(str, cells)))
-    short_name = dict(zip(names, unique_names(names, MAX_CELL_CHARS), strict=True))
-    return [short_name[str(cell)] for cell in cells]
 
 
 def _cut(text: str, width: int) -> str:
