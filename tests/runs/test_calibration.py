@@ -350,7 +350,7 @@ def test_rows_are_selected_by_the_prediction_of_the_runs(artifact):
     best, low = ([result.targets[name][0].as_py() for result in (plain, careful)] for name in ("acc", "acc_low"))
     assert best[0] >= best[1]
     assert low[1] > low[0] - MIN_RELATIVE_GAIN * abs(low[0])  # the climb ends where a round gains less
-    assert f"{best[0]:+.4f} acc" in str(plain)
+    assert f"{best[0]:+.4f} acc" in plain.guarantee  # printed with --notes
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)
 
