@@ -38,7 +38,6 @@ UNSIGNED = "0" * 32  # in place of the checksum that JSON contains of itself, wh
 _SIGNATURE = re.compile(rb'^ "checksum": "([0-9a-f]{32})"', re.MULTILINE)
 _PART_NAME = re.compile(r"\..*\.[0-9a-f]{32}\.part", re.DOTALL)
 
-# ----------------------------------------------------------------------------------------------- checks of output paths
 
 InputPaths = Path | str | Iterable[Path | str] | None
 
@@ -84,16 +83,7 @@ def check_outputs(
 def _check_apart(
     path: Path, flag: str, inputs: Mapping[str, InputPaths] | None, written: Mapping[Path, str] | None = None
 ) -> Path:
-    """Check that an output has a UTF-8 name and is neither an input, another output, nor inside one of them.
-
-    Args:
-        path: path of the output.
-        flag: option that names it.
-        inputs: see `check_outputs`.
-        written: the other outputs, each with a phrase for the message.
-    Returns:
-        The path with links resolved, except in its last component.
-    """
+    """Check that an output has a UTF-8 name and is neither an input, another output, nor inside one of them."""
     fault = ""
     try:
         str(path).encode()
@@ -133,9 +123,6 @@ def kind_of(path: Path) -> str | None:
         return "nothing"
     except ValueError:  # a NUL, or a lone surrogate
         return None
-
-
-# ------------------------------------------------------------------------------------------------------- atomic writes
 
 
 def temporary_path(path: Path) -> Path:
@@ -251,9 +238,6 @@ def report_full_disk(message: str, progress: Callable[[], str]) -> Iterator[None
         raise ArtifactError(f"{message}: {reason}; {progress()}; free space and run again with --resume") from err
 
 
-# ----------------------------------------------------------------------------------------------------- verified content
-
-
 class FileEntry(BaseModel):
     """Size in bytes and XXH3-128 checksum of a file. Detects accidental damage, not forgery."""
 
@@ -325,9 +309,6 @@ def mismatch(actual: FileEntry, expected: FileEntry) -> str | None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- directories
-
-
 def check_directory(path: Path, inputs: Mapping[str, InputPaths] | None = None) -> None:
     """Check that a directory can be created.
 
@@ -375,9 +356,6 @@ def claim_directory(
         fault = f"cannot be written to ({err.strerror}: {err.filename}); choose another directory"
     if fault:
         raise SettingsError(f"{path}: {fault}")
-
-
-# --------------------------------------------------------------------------------------------- comparison of settings
 
 
 def differences(then: Any, now: Any, field: str = "", *, ignore_unset: bool = False) -> Iterator[str]:

@@ -128,8 +128,8 @@ def test_fields_that_are_not_used_are_noted(tmp_path):
 
     completion = {"path": "a.json", "type": "completion", "ds_type": "json", "conversation": "vicuna"}
     assert notes(axolotl(tmp_path, completion)) == ("not used: conversation",)
-    own = {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}}
-    assert notes(axolotl(tmp_path, own)) == ("not used: suffix",)
+    custom = {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}}
+    assert notes(axolotl(tmp_path, custom)) == ("not used: suffix",)
     columns = {"prompt": "text", "weight": "w"}
     path = llama_factory(tmp_path, x={"file_name": "a.json", "ms_hub_url": "a/b", "license": "MIT", "columns": columns})
     assert notes(path) == ("ms_hub_url is not read, but file_name", "not used: license", "not used: weight")

@@ -33,19 +33,23 @@ CUSTOM = [
 ]
 
 
-def said(**by_role):
+def sharegpt_turns(**by_role):
     return [{"from": role, "value": text} for role, text in by_role.items()]
 
 
 SHAREGPT = [
     {
-        "conversations": said(
+        "conversations": sharegpt_turns(
             human="What is the weather?", function_call=json.dumps(CALL), observation="20 degrees", gpt="It is warm."
         ),
         "system": "You help.",
         "tools": json.dumps([WEATHER]),
     },
-    {"conversations": said(system="Be kind.", human="water?", gpt="water is wet."), "system": "", "tools": ""},
+    {
+        "conversations": sharegpt_turns(system="Be kind.", human="water?", gpt="water is wet."),
+        "system": "",
+        "tools": "",
+    },
 ]
 OPENAI = [
     {"messages": [{"role": "user", "content": "water?"}, {"role": "assistant", "content": "wet."}]},
@@ -140,8 +144,8 @@ SHAREGPT2 = [
     {
         "conversations": [
             {"from": role, "value": text, "use": use}
-            for question, answer, asked, answered in DRAFTED
-            for role, text, use in (("human", question, asked), ("gpt", answer, answered))
+            for question, answer, trains_question, trains_answer in DRAFTED
+            for role, text, use in (("human", question, trains_question), ("gpt", answer, trains_answer))
         ]
     }
 ]

@@ -335,8 +335,8 @@ def test_a_window_differentiates_the_last_steps(copied, monkeypatch):
 
 def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
     def lines_with(recipe):
-        given = {**settings, **HOW}
-        return forecast(tmp_path / "art", given, untrained=True, replay=True, recipe=recipe).splitlines()
+        options = {**settings, **HOW}
+        return forecast(tmp_path / "art", options, untrained=True, replay=True, recipe=recipe).splitlines()
 
     *_, line = lines_with(RECIPE)
     assert line.startswith("replay: 2 trainings of 4 steps of 3 rows at learning rate 0.001 (linear) with ")

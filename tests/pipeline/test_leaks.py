@@ -184,8 +184,8 @@ def leaky(tmp_path_factory):
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):
-        asked = [question, f"{question.split()[0]} has never asked the stone about its heart of iron and salt"]
-        units = [{"unit_id": f"{name}-{i}", "question": text, "answer": "salt"} for i, text in enumerate(asked)]
+        questions = [question, f"{question.split()[0]} has never asked the stone about its heart of iron and salt"]
+        units = [{"unit_id": f"{name}-{i}", "question": text, "answer": "salt"} for i, text in enumerate(questions)]
         write_jsonl(root / f"{name}.jsonl", [{"task": name} | unit for unit in units])
     lines = texts(12, seed=3)
     lines[2] = f"{lines[2]} {QUESTION}? {lines[3]}"

@@ -205,9 +205,6 @@ def additive_methods(array_names: Sequence[str]) -> dict[str, ScoringProtocol]:
     }
 
 
-# ------------------------------------------------------------------------------------------ results per subset
-
-
 @dataclass(frozen=True, slots=True)
 class TargetPoints:
     """Predicted and realized utility of every subset, for one target.

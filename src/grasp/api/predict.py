@@ -464,14 +464,7 @@ def _metadata(predictor: Predictor) -> dict[str, str]:
 def _lines(
     schema: pa.Schema, subset_ids: Sequence[str], texts: Mapping[str, Any], numbers: Mapping[str, F64]
 ) -> pa.RecordBatch:
-    """Return the lines of one level (tasks or units), subset by subset; missing values are null.
-
-    Args:
-        schema: columns of the lines.
-        subset_ids: the B subsets.
-        texts: names of the tasks or units, (T or E,) for each column of text.
-        numbers: values, (B, T or E), for each column of numbers.
-    """
+    """Return the lines of one level (tasks or units), subset by subset; missing values are null."""
     shape = numbers["change"].shape
     text_columns = {
         name: np.tile(values, shape[0]) for name, values in {"unit_id": np.full(shape[1], None), **texts}.items()

@@ -59,9 +59,6 @@ def define(db: duckdb.DuckDBPyConnection, names: Collection[str]) -> None:
             db.execute(f"CREATE MACRO {macro}")
 
 
-# -------------------------------------------------------------------------------------------------------------- domains
-
-
 def _domains(hosts: Any) -> pa.Array:
     encoded = pc.dictionary_encode(hosts)
     if isinstance(encoded, pa.ChunkedArray):
@@ -83,9 +80,6 @@ def _suffixes() -> Any:
     from publicsuffixlist import PublicSuffixList  # noqa: PLC0415 - parses the list, only where it is needed
 
     return PublicSuffixList()
-
-
-# ----------------------------------------------------------------------------------------------------------------- bins
 
 
 def quantile_edges(values_N: F64, n_bins: int) -> list[float]:

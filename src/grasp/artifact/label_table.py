@@ -329,13 +329,7 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
 
 
 class _Query:
-    """A valid expression over the columns of a table, with a connection that evaluates it.
-
-    Attributes:
-        sql: the expression, in one line.
-        columns: that it names.
-        kind: type of its values.
-    """
+    """A valid expression over the columns of a table, with a connection that evaluates it."""
 
     def __init__(self, table: LabelTable, expression: str, location: str) -> None:
         self._table, self.location = table, location

@@ -61,7 +61,7 @@ def only_target(artifact: ArtifactReader, target: str | None) -> str:
 def leak_notes(artifact: ArtifactReader, targets: Iterable[str]) -> list[str]:
     """Return a note on the targets that have rows with their questions, if there are any."""
     leaks = {target: artifact.leaks(target) for target in targets}
-    counts = [f"{target}: {found}" for target, found in leaks.items() if found is not None and len(found.row_index)]
+    counts = [f"{target}: {leak}" for target, leak in leaks.items() if leak is not None and len(leak.row_index)]
     advice = "their relevance is inflated, exclude them with grasp select --drop-leaks"
     return [f"{'; '.join(counts)}; {advice}"] if counts else []
 
@@ -182,9 +182,6 @@ def indices_of_row_ids(artifact: ArtifactReader, row_ids: Sequence[str]) -> I64:
             f"row: got {unknown[0]!r}, which is not a row of {artifact.location}; row_ids are e.g. {examples}"
         )
     return np.array([index_of[row_id] for row_id in row_ids], dtype=np.int64)
-
-
-# ----------------------------------------------------------------------------------------------------- rows in order
 
 
 def ranked(values_N: Floats, *, among_N: Bool | None = None, count: int | None = None) -> I64:

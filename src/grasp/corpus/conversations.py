@@ -310,17 +310,17 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
                 fault = "trained_user"
         if turn.get("tool_calls", ()) is None:
             fault = "bad_call"
-    given = values.get(TEMPLATE_ARGUMENTS)
+    template_arguments = values.get(TEMPLATE_ARGUMENTS)
     try:
-        parsed = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
+        is_text = isinstance(template_arguments, str) and template_arguments.strip()
+        parsed = json.loads(template_arguments) if is_text else template_arguments or {}
         # without null ones, which tables add
         arguments: dict[str, Any] = plain_json(json.loads(json.dumps({**parsed})), repair=False)
         reserved = ", ".join(sorted(RESERVED_ARGUMENTS & arguments.keys()))
-        wrong = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking" * bool(
-            reserved
-        )
+        wrong = f"got {reserved}, expected arguments that the template itself defines, such as enable_thinking"
+        wrong *= bool(reserved)
     except (TypeError, ValueError, RecursionError) as err:
-        wrong = f"got {given!r:.60}, expected a mapping of JSON values: {err}"
+        wrong = f"got {template_arguments!r:.60}, expected a mapping of JSON values: {err}"
     if wrong:
         raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {wrong}")
     return Conversation(tuple(turns), tuple(tools), frozenset(untrained), fault, arguments)

@@ -281,14 +281,7 @@ class RowStore:
         reader: Mapping[str, Any],
         details: Mapping[str, Any],
     ) -> Self:
-        """Write the missing shards and the summary, or open a complete store; other arguments as in `write`.
-
-        Args:
-            documents: returns the documents of the source from a position on; they have an index and a location.
-            rows: packs documents into rows from a cursor on, and adds to the skipped ones.
-            reader: identity of what reads the source; together with settings and corpus it identifies the store.
-            details: further entries of the summary.
-        """
+        """Write the missing shards and the summary, or open a complete store; other arguments as in `write`."""
         is_other = directory.exists() and not (directory / ROWS.plan).exists()
         if is_other and (not directory.is_dir() or any(not is_part(entry) for entry in directory.iterdir())):
             raise CorpusError(f"{directory}: not empty, and not a row store; choose another directory")
@@ -354,11 +347,7 @@ class RowStore:
         shard_rows: int,
         progress: Callable[[int], None] | None,
     ) -> tuple[list[RowsMark], Skipped, int, str]:
-        """Write the shards that are missing; see `_write` for the arguments.
-
-        Returns:
-            Marks of all shards, everything that was skipped, number of documents, and fingerprint of the rows.
-        """
+        """Write the shards that are missing; see `_write` for the arguments."""
         n_finished = next(k for k in count() if f"shard-{k:05d}" not in store.parts)
         for name in list(store.parts)[n_finished:]:  # after a gap
             store.drop(name)

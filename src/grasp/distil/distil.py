@@ -151,9 +151,6 @@ def _decode_rows(inputs: MethodInputs, order: I64, progress: Progress) -> list[s
     return decoded
 
 
-# ------------------------------------------------------------------------------------------------------- the regression
-
-
 @dataclass(frozen=True, eq=False)
 class _Regression:
     """Ridge regression of relevance on n-gram frequencies; columns are scaled by their prior standard deviation.
@@ -264,9 +261,6 @@ def _held_out_scores(regression: _Regression, relevance_N: F64, fold_N: I64, pro
         best_penalty = max(scores, key=lambda p: _correlation(rankdata(scores[p]), relevance_ranks, equal_weights)[0])
         score_N[held_out], penalties = scores[best_penalty], [best_penalty]
     return score_N, best_penalty
-
-
-# ------------------------------------------------------------------------------------------------------------ accuracy
 
 
 def _correlation(x_N: F64, y_N: F64, weight_RN: NDArray[np.floating]) -> F64:

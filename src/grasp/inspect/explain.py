@@ -154,11 +154,6 @@ class _PreparedUnits:
 
     For one unit, the columns C of the kernels are its S positions, each as a separate unit. The kernels then lack the
     factor 1/S, by which their results are multiplied here. `explanation` explains one row.
-
-    Args:
-        source: model and rows that the artifact was built from.
-        predictor: additive predictor for the units.
-        by_position: whether there is one unit, which is explained by position.
     """
 
     def __init__(self, source: BuildSource, predictor: Predictor, *, by_position: bool) -> None:
@@ -250,14 +245,7 @@ class _PreparedUnits:
     def _token_contributions(
         self, batch: Batch, token_P: I64, summary_token_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
-        """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C).
-
-        Args:
-            batch: a single row.
-            token_P: index of the token that each position predicts.
-            summary_token_P: the same for the positions of summaries.
-            examples: the row, or the chosen and the rejected side of a preference pair.
-        """
+        """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C)."""
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
                 # The gradient of a preference pair is that of the chosen side minus that of the rejected side.
@@ -393,15 +381,7 @@ class _PreparedUnits:
 
 @dataclass(frozen=True, slots=True)
 class _RowContributions:
-    """Contributions to the effect of one row, in units of the effect.
-
-    Attributes:
-        by_kernel_L: contribution of each token, (L,), by kernel; without the replay.
-        by_column_C: contribution of each column, (C,): unit, or position of the single unit; with the replay.
-        pair_LC: contribution of each pair of row token and unit position; without a unit it has no rows.
-        token_P: tokens of the row that carry loss.
-        replay: contribution of the replay, which belongs to the row as a whole and to all units.
-    """
+    """Contributions to the effect of one row, in units of the effect."""
 
     by_kernel_L: dict[str, F64]
     by_column_C: F64

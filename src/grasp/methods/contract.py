@@ -203,9 +203,6 @@ class MethodInputs:
         return self.runs
 
 
-# ------------------------------------------------------------------------------------------------ interface of a method
-
-
 class NoSettings(Settings):
     """Settings of a method that has none."""
 

@@ -63,9 +63,6 @@ def load_method(name: str) -> type[Method[Any]]:
     return load_class(GROUP, name, Method)
 
 
-# --------------------------------------------------------------------------------------------------- configurations
-
-
 class _CommonOptions(Settings):
     """Options that every configuration accepts, for any method."""
 
@@ -172,9 +169,6 @@ def _configure(label: str, values: Any, error_prefix: str) -> ConfiguredMethod:
     return ConfiguredMethod(label, method, common.oracle_selected, common.weighting, common.negative)
 
 
-# -------------------------------------------------------------------------------------------- scores and predictions
-
-
 def method_predictions(
     configured: ConfiguredMethod,
     inputs: MethodInputs,
@@ -277,9 +271,6 @@ def score_rows(configured: ConfiguredMethod, inputs: MethodInputs, cache: Path |
             f"method {configured.label}: got scores of shape {result.shape}, expected {expected[0]} or {expected[1]}"
         )
     return result
-
-
-# ---------------------------------------------------------------------------------------------------- ranks of rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,9 +291,6 @@ def batches(length_N: I64, batch_tokens: int, class_N: I64 | None = None) -> lis
     return batches_of_rows
 
 
-# ------------------------------------------------------------------------------------------------- rotary embeddings
-
-
 def length_class(config: Any, length_N: I64) -> I64 | None:
     """Return the class of each row; rows of different classes must not share a batch. None: there is one class.
 

@@ -227,11 +227,7 @@ def refuse_untrainable(model: ModelSettings, corpus: CorpusSettings, option: str
 
 
 def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
-    """Return the targets that have no replay by the recipe and the settings of a plan.
-
-    Raises:
-        ArtifactError: other targets have a replay with other settings, so that their scores are not comparable.
-    """
+    """Return the targets that have no replay by the recipe and the settings of a plan."""
     current = {"recipe": plan.recipe.model_dump(mode="json"), "settings": plan.settings.model_dump(mode="json")}
     done: set[str] = set()
     for record in artifact.manifest.replays:

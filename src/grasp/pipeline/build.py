@@ -337,13 +337,7 @@ def with_model(settings: BuildSettings, path: Path) -> BuildSettings:
 
 
 def _put_inputs(raw_settings: dict[str, Any], model: Any, tokenizer: Any, corpus: Any, targets: Any) -> InMemory:
-    """Put the arguments of `build` with these names into `raw_settings`: paths, or fingerprints of objects.
-
-    Returns:
-        The objects.
-    Raises:
-        SettingsError: an input of another type, or a model object without its tokenizer.
-    """
+    """Put the arguments of `build` with these names into `raw_settings`: paths, or fingerprints of objects."""
     if isinstance(model, tuple | list):
         if len(model) != 2 or tokenizer is not None:
             raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")

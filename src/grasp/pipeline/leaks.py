@@ -166,9 +166,6 @@ class QuestionIndex:
         A window slides over the n-grams of the text that the question has too. It is an occurrence if its n-grams
         cover at least nine in ten words of the question, and it is about as long as the question. Only n-grams near
         `hits` are visited, each once.
-
-        Args:
-            hits: positions of indexed n-grams of the question in the text, ascending.
         """
         min_length, reach = len(question) - len(question) // WORDS_PER_CHANGE, MAX_STRETCH * len(question)
         # words of the question that an n-gram covers, at its first occurrence in the question

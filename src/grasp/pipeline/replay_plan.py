@@ -172,9 +172,6 @@ def make_trainable(
     return model, notes
 
 
-# -------------------------------------------------------------------- forecast
-
-
 def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
     """Time the gradient of one batch; return the cost in trainings, and a line on time, memory and disk."""
     training, order = plan.start(0), plan.order(n_rows, 0)

@@ -175,9 +175,6 @@ class Weights:
         return csr_array((np.concatenate(values), np.concatenate(columns), indptr), shape=self.shape)
 
 
-# ------------------------------------------------------------------------------------------------- blocks of subsets
-
-
 @dataclass(frozen=True, slots=True)
 class SubsetBlock:
     """B named subsets of a corpus of N rows, always the RETAINED side; each has a positive sum of weights."""
@@ -300,9 +297,6 @@ def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64
     # numpy sorts 16-bit integers by radix sort, larger ones by timsort
     sort_keys_N = codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N
     return np.argsort(sort_keys_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
-
-
-# ------------------------------------------------------------------------------------------------------------- W @ X
 
 
 class RowSums:

@@ -209,11 +209,7 @@ def serve_mcp(
 
 
 def _query_function(service: QueryService, verb: str, error: type[Exception] = GraspError) -> Callable[..., Answer]:
-    """Return a command as a function of its exposed arguments, with the signature and documentation of the command.
-
-    Args:
-        error: exception class raised for invalid arguments.
-    """
+    """Return a command as a function of its exposed arguments, with the signature and documentation of the command."""
     module, names = SERVED_VERBS[verb]
     declaration = parse_signature(module, verb)
     parameters, texts = {}, []

@@ -38,9 +38,6 @@ DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 
 
-# ---------------------------------------------------------------------------------------- numbers and bars
-
-
 def signed(value: float | None, digits: int = 3) -> str:
     """Format a number with its sign, using the minus character; a dash if it is None or nan."""
     return number(value, digits, "+")
@@ -82,9 +79,6 @@ def _bar(value: float, low: float, high: float, scale: float) -> View:
         "bar": span(*sorted((0.0, 0.0 if abs(value) < 5e-4 else value))),  # no bar if the value rounds to zero
         "whisker": span(low, high),
     }
-
-
-# ---------------------------------------------------------------------------------------- the first screen
 
 
 def headline(findings: Findings, targets: Sequence[str]) -> View:
@@ -201,9 +195,6 @@ def _agreement(findings: Findings, target: str) -> str:
     return f"Rank correlation with {models}: {number(rho, 2)}{relative}{caveat}."
 
 
-# -------------------------------------------------------------------------------------------------- slices
-
-
 def slices(label: LabelFindings, targets: Sequence[str]) -> View:
     """Return the table of a label, one row per slice."""
     names, dropped = label.names, label.dropped
@@ -221,9 +212,6 @@ def slices(label: LabelFindings, targets: Sequence[str]) -> View:
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
         "last": names[-1],
     }
-
-
-# --------------------------------------------------------------------------------------------------- trust
 
 
 def fidelity(findings: Findings) -> View | None:
@@ -333,9 +321,6 @@ def _estimate(estimate: Estimate) -> str:
 def _cell(estimate: Estimate) -> View:
     ends = "" if estimate.low is None or estimate.high is None else f"[{number(estimate.low)}, {number(estimate.high)}]"
     return {"value": "undefined" if estimate.value is None else number(estimate.value), "interval": ends}
-
-
-# ---------------------------------------------------------------------------------- selection and mixture
 
 
 def selection(summary: SelectionSummary) -> View:

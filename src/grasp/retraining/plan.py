@@ -113,9 +113,6 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
     return retrained
 
 
-# ------------------------------------------------------------------------------------- recipe and tokenizer
-
-
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
     """Return the recipe with its overrides; of other trainings, only the context length and the fewest rows of a step.
 
@@ -222,9 +219,6 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
         (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 
 
-# ------------------------------------------------------------------------------------------------------ units
-
-
 def recorded_units(
     settings: RetrainSettings, recipe: TrainingRecipe, tokenizer: HfTokenizer
 ) -> tuple[dict[str, tuple[Unit, ...]], list[UnitTokens]]:
@@ -251,9 +245,6 @@ def recorded_units(
             f"set targets.max_length to {recipe.shape.context}, here and in the build"
         )
     return recorded, tokens
-
-
-# --------------------------------------------------------------------------------------------------- subsets
 
 
 def _subsets(

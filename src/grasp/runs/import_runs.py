@@ -267,15 +267,7 @@ def _read_weights(
 
 
 class _WideTable:
-    """A table with one line per run: its name, metadata columns, and numeric columns.
-
-    Attributes:
-        location: path of the table, for messages.
-        runs: name of the run of each line.
-        numbers: numeric columns that are not metadata, by name.
-        standard_errors: names of columns with standard errors of metrics.
-        ignored: names of the other columns.
-    """
+    """A table with one line per run: its name, metadata columns, and numeric columns."""
 
     def __init__(self, table: pa.Table, location: str) -> None:
         self.location = location

@@ -147,9 +147,6 @@ def _common_unit(table: RunTable, metric_of_target: Mapping[str, str]) -> str:
     return units.pop() if len(units) == 1 else "metric"
 
 
-# ------------------------------------------------------------------------------------------------ weights of rows
-
-
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
     """Convert the weights of runs to weights of the rows of an artifact.
 

@@ -95,9 +95,6 @@ class TargetMetrics:
         return self.estimates[name]
 
 
-# ---------------------------------------------------------------------------------------------- ranks
-
-
 def rank_correlations(columns: Sequence[F64], pairs: Sequence[tuple[int, int]], weights_RB: Floats) -> F64:
     """Compute Spearman's rho between pairs of column sets, for every unit and every resample.
 
@@ -176,9 +173,6 @@ def pairwise_accuracy(predicted_B: F64, realized_B: F64, weights_RB: Floats) -> 
     return ratio(agreement_R, total_R, undefined=np.nan)
 
 
-# ------------------------------------------------------------------------------------------ intervals
-
-
 def bootstrap_interval(value: float, resampled_R: F64, *, lowest: float, highest: float, reason: str) -> Estimate:
     """Return the centred bootstrap interval of the module docstring; undefined resamples are ignored.
 
@@ -205,9 +199,6 @@ def mean_defined(values: F64, axis: int) -> F64:
     total = np.where(defined, values, 0.0).sum(axis=axis)
     count = defined.sum(axis=axis)
     return ratio(total, count, undefined=np.nan)
-
-
-# -------------------------------------------------------------------------------------- noise ceiling
 
 
 def ceiling_from_correlation(correlation: F64, n_seeds: int) -> F64:
@@ -265,9 +256,6 @@ def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
 def _varies(values_BE: F64) -> Bool:
     """Return whether each column has different values, (E,)."""
     return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
-
-
-# --------------------------------------------------------------------------------------- all together
 
 
 def target_metrics(

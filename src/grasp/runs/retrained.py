@@ -371,9 +371,6 @@ class RetrainedRuns(TrainingRuns):
         return values_RE
 
 
-# ------------------------------------------------------------------------------------------------ checks on creation
-
-
 class SubsetDigest:
     """Running checksum of subset ids, rows, and weights other than 1, in order.
 

@@ -290,9 +290,6 @@ def constant_note(metrics: Sequence[str]) -> list[str]:
     return [note] if metrics else []
 
 
-# ------------------------------------------------------------------------------------------------- validation
-
-
 def _problems(
     trained: pa.Table, results: pa.Table, info: RunsInfo, weights_location: str, results_location: str
 ) -> Iterator[str]:

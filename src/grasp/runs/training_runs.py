@@ -39,9 +39,6 @@ ALL_SUFFIX = "@all"  # suffix of targets with loss on every token
 MAX_EXAMPLES = 3
 
 
-# ------------------------------------------------------------------------------------------- description of the runs
-
-
 class TargetInfo(Settings):
     """One target as it was evaluated."""
 
@@ -106,9 +103,6 @@ class RetrainedRunsInfo(Settings):
                 if value != to_jsonable_python(field.get_default(call_default_factory=True)):
                     arguments += ["--set", f"{group}.{name}={json.dumps(value)}"]
         return f"grasp build {shlex.join([*arguments, '--out', 'art'])}"
-
-
-# --------------------------------------------------------------------------------------------------- runs and utilities
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -376,14 +376,7 @@ def row_tables(
 
 
 def _other_columns(corpus: Corpus, batches: Iterable[I64]) -> Iterator[list[tuple[int, pa.Table]]]:
-    """Yield the columns of the records of a corpus other than content, row_id and doc_id, read once, in order.
-
-    Args:
-        batches: positions in the corpus, ascending, also between batches.
-    Returns:
-        For each batch, tables that together have a row per position, each with its number of rows, as it may have no
-        columns.
-    """
+    """Yield the columns of the records of a corpus other than content, row_id and doc_id, read once, in order."""
     names_by_file: dict[str, list[str]] = {}
 
     def names_of_others(columns: Mapping[str, Any], location: str) -> list[str]:

@@ -98,9 +98,6 @@ def token_guarantee(effect_M: F64, selected_P: I64, constraints: Constraints) ->
     return f"{text}; {means} for any selection of as many tokens"
 
 
-# ------------------------------------------------------------------------------------------------------ by runs
-
-
 def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Constraints) -> tuple[F64, str]:
     """Score items by the change that a model fitted to runs predicts, and describe the gain over relevance.
 
@@ -108,9 +105,6 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
     relevance, by the algorithm of Frank and Wolfe. Each step linearises the objective at the current selection. The
     best selection for this linear objective is called a corner. The step then makes some of the swaps that lead from
     the current selection to the corner: as many as increase the objective most, of a few numbers that are tried.
-
-    Returns:
-        Score of each item, (M,), to rank them by, and a statement for the output.
     """
     model = objective.run_model
     assert model is not None
@@ -158,9 +152,6 @@ def _scores_towards_corner(gradient_M: F64, selected_M: Bool, corner_M: Bool) ->
     steps = sorted({int(n_swaps * share) for share in SWAP_SHARES} - {0})
     bonus_B = np.array([0.0, *(max(float(gain_n[k]), 0.0) for k in steps)])
     return np.asarray(gradient_M + bonus_B[:, None] * selected_M)
-
-
-# -------------------------------------------------------------------------------------------------- other sizes
 
 
 def value_curve(objective: SelectionObjective, items: Items, ranked_rows: I64, n_selected: int) -> Curve:

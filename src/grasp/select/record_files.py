@@ -188,11 +188,7 @@ def _read_records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: ShardSize, names: Iterable[str]) -> int:
-    """Write text files, and return the number of records.
-
-    Args:
-        names: columns of CSV and TSV.
-    """
+    """Write text files, and return the number of records."""
     begin, between, end = (b"[\n", b",\n", b"\n]\n") if form.kind == "json" else (b"", b"\n", b"\n")
     delimiter, names = DELIMITER.get(form.kind), tuple(names)
     if delimiter is not None:

@@ -206,9 +206,6 @@ def _build_selection(
     )
 
 
-# -------------------------------------------------------------------------------------------------- candidates
-
-
 def _allowed_rows(
     artifact: ArtifactReader,
     targets: Mapping[str, float],
@@ -254,9 +251,6 @@ def _row_table(objective: SelectionObjective, row_index: I64, selected_N: Bool, 
     table = table.add_column(2, "effect", pa.array(objective.effect_N[row_index]))
     table = table.add_column(2, "order", pa.array(np.arange(len(table))))
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
-
-
-# ------------------------------------------------------------------------------------------------------- notes
 
 
 def _percentage_note(amount: Amount, n_rows: int) -> list[str]:

@@ -170,9 +170,6 @@ def _is_excluded(unit_id: str, excluded: frozenset[str]) -> bool:
     return unit_id in excluded or split_metric(unit_id)[0] in excluded
 
 
-# -------------------------------------------------------------------------------------------- user-defined metrics
-
-
 def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
     """Return the units of user-defined metrics, by target: units of other targets with signed weights.
 
@@ -202,9 +199,6 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
             replace(unit, unit_id=f"{unit_id}@{target}", target=str(target), weight=unit.weight * float(weight))
         )
     return metrics
-
-
-# --------------------------------------------------------------------------------------------- names and files
 
 
 def split_names(text: str) -> list[str]:

@@ -269,8 +269,6 @@ def _truncate(
     return UnitTokens(ids.astype(np.int32), max(1, n_prefix) if unit.loss_on == "all" else len(ids) - n_scored)
 
 
-# ------------------------------------------------------------------------------------------- units of an artifact
-
 METRIC_COLUMN = "metric"
 WEIGHT_COLUMN = "weight"
 ANSWERS_COLUMN = "answers"  # of a unit with a metric: scale and tokens of the right answer, then of each wrong one

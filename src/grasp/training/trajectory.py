@@ -81,9 +81,8 @@ class ParameterTensors(Sequence[Tensor]):
         return self._count
 
     def __getitem__(self, k: Any) -> Any:
-        if not 0 <= k < self._count:
-            raise IndexError
-        return self._tensors[f"{k}.{self._suffix}"].to(self._device)
+        number = range(self._count)[k]  # an IndexError beyond the last ends an iteration
+        return self._tensors[f"{number}.{self._suffix}"].to(self._device)
 
 
 @dataclass(frozen=True, slots=True)
