@@ -312,8 +312,9 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
             fault = "bad_call"
     template_arguments = values.get(TEMPLATE_ARGUMENTS)
     try:
-        is_text = isinstance(template_arguments, str) and template_arguments.strip()
-        parsed = json.loads(template_arguments) if is_text else template_arguments or {}
+        parsed = template_arguments or {}
+        if isinstance(parsed, str):
+            parsed = json.loads(parsed) if parsed.strip() else {}
         # without null ones, which tables add
         arguments: dict[str, Any] = plain_json(json.loads(json.dumps({**parsed})), repair=False)
         reserved = ", ".join(sorted(RESERVED_ARGUMENTS & arguments.keys()))
