@@ -122,9 +122,6 @@ def _effective_matrix(linear: nn.Module, classes: int | None) -> tuple[Tensor | 
 
     Returns:
         A, (V, H), or None if its rows are those of the weight times factors; these factors, (V,), or None if all are 1.
-
-    Raises:
-        ModelError: the module is not linear in its input.
     """
     weight_VH: Tensor = linear.weight.detach()  # type: ignore[operator]
     width, dtype = weight_VH.shape[1], weight_VH.dtype

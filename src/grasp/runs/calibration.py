@@ -405,12 +405,7 @@ def fit_outcomes(
 
 
 def _development_targets(alignment: Alignment, requested: Sequence[str]) -> dict[str, str]:
-    """Return the name in the runs of each common target that is not held out, by its name in the artifact.
-
-    Raises:
-        RunsError: no requested target is in the runs.
-        ProtocolLeakError: all requested targets that are in the runs are held out.
-    """
+    """Return the name in the runs of each common target that is not held out, by its name in the artifact."""
     runs = alignment.runs
     common = {name: run_name for name, run_name in alignment.run_targets.items() if name in requested}
     if not common:

@@ -39,7 +39,8 @@ def run_whole(
     """Run a batch, and pass the whole gradients of every block to `take`, a few rows at a time.
 
     Args:
-        output, uniforms: as for `PerExample.run`.
+        output: as for `PerExample.run`.
+        uniforms: as for `PerExample.run`.
         rotate: changes the factors of a block before gradients are formed.
         take_head: receives the factors of a separate output layer, whose gradients are then not formed.
     """
