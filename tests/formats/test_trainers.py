@@ -228,7 +228,6 @@ FORMATS += [FileFormat("jsonl", suffix) for suffix in (".gz", ".zst", ".bz2", ".
 
 
 def exported(place, records, file_format, **changes):
-    """Export records from JSON lines, and read them by the library of Hugging Face."""
     datasets = pytest.importorskip("datasets")
     settings = CorpusSettings(path=str(write_jsonl(place / "source.jsonl", records)), **changes)
     items = iter_records(settings, np.ones(len(records), dtype=bool))

@@ -180,7 +180,6 @@ def test_a_question_across_cuts_is_found_in_every_row_with_a_part_of_it(size, ch
 
 @pytest.fixture(scope="module")
 def leaky(tmp_path_factory):
-    """Return settings of a corpus with a question of `facts` in row-2 and of `more` in row-5, and its lines."""
     root = tmp_path_factory.mktemp("leaky")
     settings = world(root)
     for name, question in (("facts", QUESTION), ("more", OTHER)):

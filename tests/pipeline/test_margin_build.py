@@ -37,7 +37,6 @@ def build_quiz(root, name, names):
 
 @pytest.fixture(scope="module")
 def built(root):
-    """Build an artifact with the answers as units, and one with their margins."""
     choices = [
         {"unit_id": f"{k}.{c}", "prompt": line["prompt"], "completion": f" {text}"}
         for k, line in enumerate(QUIZ)

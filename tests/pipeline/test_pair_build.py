@@ -118,7 +118,6 @@ def test_a_long_pair_keeps_the_prompt_of_both_sides_and_loses_ends_of_answers(ki
 
 @pytest.fixture(scope="module")
 def pairs(root):
-    """Write 20 pairs of answers of different lengths, and their sides as rows of prompt and completion."""
     generator = np.random.default_rng(5)
     records, sides = [], []
     for k in range(20):
@@ -133,7 +132,6 @@ def pairs(root):
 
 @pytest.fixture(scope="module")
 def built(root, pairs):
-    """Build artifacts of the pairs and of their sides, without preconditioning, which would differ between them."""
     artifacts = {}
     settings = world(root, features={"kernels": KERNELS, "sample_positions": 10**6}, train="further")
     for name, form in (("pairs", "preference"), ("sides", "prompt")):
