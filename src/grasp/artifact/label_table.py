@@ -217,7 +217,7 @@ class LabelTable:
                 raise SubsetError(
                     f"{query.location}: has type {query.kind}, expected a condition that is true or false"
                 )
-            results = pa.chunked_array(list(query.results()), pa.bool_())
+            results = pa.chunked_array(list(query.values(query.sql, query.columns)), pa.bool_())
         mask_N = np.asarray(results.fill_null(False), dtype=np.bool_)
         return Matched(mask_N, results.null_count, query.columns)
 
@@ -283,7 +283,8 @@ class LabelTable:
         with _Query(self, expression, location) as query:
             if not query.columns:
                 raise SubsetError(f"{location}: it names no column; the columns are {list(self.columns)}")
-            column = _factorised(expression, (pa.record_batch([array], ["x"]) for array in query.results()))
+            arrays = query.values(query.sql, query.columns)
+            column = _factorised(expression, (pa.record_batch([array], ["x"]) for array in arrays))
             assert column is not None
             return replace(column, sql=query.operand)
 
@@ -370,11 +371,8 @@ class _Query:
         is_call = node["class"] in ("FUNCTION", "COLUMN_REF") and not node.get("is_operator")
         return sql if is_call else f"({sql})"
 
-    def results(self) -> Iterator[pa.Array]:
-        """Yield the values of the expression, batch by batch."""
-        return self._values(self.sql, self.columns)
-
-    def _values(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
+    def values(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
+        """Yield the values of an expression, such as `sql` with its `columns`, batch by batch."""
         for batch in self._table.read_batches(self._inputs(columns)):
             yield self._evaluate(sql, batch)
 
@@ -425,7 +423,7 @@ class _Query:
         sql, columns, edges = self._sql_of(values), self._resolve(values), list[float]()
         kind = self._kind(sql, columns)
         if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-            values_N = pa.chunked_array(list(self._values(sql, columns)), kind).cast(pa.float64())
+            values_N = pa.chunked_array(list(self.values(sql, columns)), kind).cast(pa.float64())
             edges = quantile_edges(values_N.to_numpy(), int(numbers[0]))
         if not edges:
             raise SubsetError(f"{self.location}: bins: got values of type {kind}, expected numbers that differ")
