@@ -110,8 +110,8 @@ def scored(path: Path, texts: int = 8) -> None:
 def runs(path: Path) -> None:
     names = ["a", "b", "c"]
     shares = {"run": [n for n in names for _ in "xy"], "name": [*"xy"] * 3, "weight": [0.5, 0.5, 0.2, 0.8, 0.7, 0.3]}
-    results = {"run": names, "seed": [0] * 3, "size": ["1M"] * 3, "tokens": [1.0] * 3, "metric": ["loss"] * 3}
-    results |= {"unit_id": pa.array([None] * 3, pa.string()), "value": [3.0, 2.5, 2.75]}
+    results = {"run": names, "seed": [0] * 3, "size": ["1M"] * 3, "metric": ["loss"] * 3}
+    results |= {"value": [3.0, 2.5, 2.75]}
     if not path.exists():
         info = RunsInfo(kind="shares", label="topic", metrics={"loss": "lower"})
         RunTable.from_results("runs", info, pa.table(shares), pa.table(results)).save(path)

@@ -366,7 +366,7 @@ class _Query:
         return sql if is_call else f"({sql})"
 
     def values(self, sql: str, columns: Sequence[str]) -> Iterator[pa.Array]:
-        """Yield the values of the expression, or of a part of it, batch by batch."""
+        """Yield the values of an expression, such as `sql` with its `columns`, batch by batch."""
         for batch in self._table.read_batches(self._inputs(columns)):
             yield self._evaluate(sql, batch)
 

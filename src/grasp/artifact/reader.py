@@ -91,15 +91,6 @@ class Leaks:
     n_compared: int
     n_questions: int
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], target: str) -> Self | None:
-        """Read from the named arrays that `arrays` returns; None if they lack the target."""
-        rows_name, counts_name = f"{LEAKS}{target}.rows", f"{LEAKS}{target}.questions"
-        if rows_name not in arrays:
-            return None
-        n_compared, n_questions = (int(count) for count in arrays[counts_name])
-        return cls(np.asarray(arrays[rows_name], dtype=np.int64), n_compared, n_questions)
-
     def arrays(self, target: str) -> dict[str, I64]:
         """Return named arrays, which are stored with the moments."""
         counts = np.array([self.n_compared, self.n_questions])
@@ -275,7 +266,11 @@ class ArtifactReader:
 
     def leaks(self, target: str) -> Leaks | None:
         """Return the rows that contain questions of `target`; None if the rows are images."""
-        return Leaks.from_arrays(self.moments, target)
+        rows_name, counts_name = f"{LEAKS}{target}.rows", f"{LEAKS}{target}.questions"
+        if rows_name not in self.moments:
+            return None
+        n_compared, n_questions = (int(count) for count in self.moments[counts_name])
+        return Leaks(np.asarray(self.moments[rows_name], dtype=np.int64), n_compared, n_questions)
 
     @cached_property
     def moments(self) -> "MomentArrays":

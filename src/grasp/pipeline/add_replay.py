@@ -205,16 +205,19 @@ def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
     Raises:
         SettingsError: the model is the result of a warm-up; or a check of a new model.
     """
+    problem = ""
     if replay.check and settings.train == "new":
-        raise SettingsError(
+        problem = (
             "--check: needs derivatives of all steps, but those of the first third of a new model's training are noise "
             "and left out; omit it, the agreement of orders is measured instead"
         )
-    if (Path(settings.model.path) / WARM_UP).exists():
-        raise SettingsError(
+    elif (Path(settings.model.path) / WARM_UP).exists():
+        problem = (
             f"--replay: got {settings.model.path}, a model after --warm-up, but a replay differentiates the whole "
             "training; build without --warm-up"
         )
+    if problem:
+        raise SettingsError(problem)
     refuse_untrainable(settings.model, settings.corpus, "--replay")
 
 

@@ -220,17 +220,19 @@ def _prepare_text(
         progress.stage("model", rows=None, tokens=None)
         model = ReferenceModel.load(settings.model)
     # the texts were tokenised by config.json alone
-    longest = max(store.longest(), *(unit.longest for unit in unit_tokens))
+    longest, problem = max(store.longest(), *(unit.longest for unit in unit_tokens)), ""
     if model.context is not None and longest > model.context:
-        raise ModelError(
-            f"{settings.model.path}: reads {model.context} tokens, fewer than the {context} of its config.json; a "
-            f"row or a question has {longest}: set --max-length and targets.max_length to {model.context}"
+        problem = (
+            f"reads {model.context} tokens, fewer than the {context} of its config.json; a row or a question has "
+            f"{longest}: set --max-length and targets.max_length to {model.context}"
         )
-    if model.vocab_size < tokenizer.vocab_size:
-        raise ModelError(
-            f"{settings.model.path}: config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has "
-            f"{model.vocab_size}; correct the config"
+    elif model.vocab_size < tokenizer.vocab_size:
+        problem = (
+            f"config.json says a vocabulary of {tokenizer.vocab_size}, the output layer has {model.vocab_size}; "
+            "correct the config"
         )
+    if problem:
+        raise ModelError(f"{settings.model.path}: {problem}")
     return settings, model, store, unit_set, unit_tokens
 
 

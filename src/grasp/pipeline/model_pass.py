@@ -473,11 +473,11 @@ def score_shard(
     return ScoredShard(loss_N, arrays, features or None)
 
 
+@dataclass
 class Workers:
     """Run jobs on chunks of rows, one after another in this process; `engine.RayWorkers` runs them on a cluster."""
 
-    def __init__(self, model_pass: ModelPass) -> None:
-        self._model_pass = model_pass
+    model_pass: ModelPass
 
     def run(
         self,
@@ -498,4 +498,4 @@ class Workers:
             options: further arguments of the job.
         """
         for k, rows in chunks:
-            yield k, job(self._model_pass, rows, advance=advance, **options)
+            yield k, job(self.model_pass, rows, advance=advance, **options)

@@ -26,18 +26,21 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
 
+import grasp
 from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
@@ -54,7 +57,7 @@ from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, identity_of, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.pipeline.stored_inputs import provenance_fields, unit_arrays, unit_table
+from grasp.pipeline.stored_inputs import unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
@@ -344,20 +347,47 @@ def finish_artifact(
     seconds = None
     if start_times is not None:
         seconds = {"wall": time.perf_counter() - start_times[0], "cpu": time.process_time() - start_times[1]}
-    manifest = provenance_fields(inputs, seconds)
-    if NO_GRADIENT_COUNT in sums:
-        manifest["skipped"]["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
-    # Relative paths in the settings are relative to the current directory, which is stored relative to the artifact, so
-    # that both can be moved together.
-    manifest["details"]["built_in"] = os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root))
+    store, model = inputs.store, inputs.model
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
     ranking = [name for name in inputs.settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
-    manifest["details"]["rule"] = asdict(BuiltRule.of(ranking))
+    made_by = {
+        "program": f"grasp {grasp.__version__}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": str(model.device),
+        "dtype": inputs.identity["dtype"],
+    }
+    skipped: dict[str, Any] = {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)}
+    if NO_GRADIENT_COUNT in sums:
+        skipped["gradients"] = int(sums[NO_GRADIENT_COUNT][0])
+    details = {
+        "model": type(model.model).__name__,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "n_tokens": store.n_tokens,
+        "n_documents": store.n_documents,
+        "labels": list(store.label_columns),
+        "columns": store.details.get("columns"),
+        "reader": inputs.settings.model.reader,
+        **({} if isinstance(model, ReferenceModel) else model.details),
+        "loss": "nats per token, mean over the positions that the head was applied to",
+        "build_seconds": seconds,
+        # Relative paths in the settings are relative to the current directory, which is stored relative to the
+        # artifact, so that both can be moved together.
+        "built_in": os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root)),
+        "rule": asdict(BuiltRule.of(ranking)),
+    }
     writer.finish(
-        manifest=manifest,
+        manifest={
+            "made_by": made_by,
+            "fingerprints": inputs.identity["fingerprints"],
+            "settings": inputs.settings.model_dump(mode="json"),
+            "skipped": skipped,
+            "details": details,
+        },
         moments=(kernels[0].corpus.arrays() if kernels else {}) | unit_arrays(inputs, kernels, progress),
         units=unit_table(inputs),
-        gains={name: sketch_gain(sums[f"{name}.square"], inputs.store.n_rows) for name in sketches},
+        gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
         rows_kept=inputs.settings.keep_tokens,
     )
 

@@ -1,11 +1,9 @@
-"""What an artifact stores of its inputs: the table of units, what the model computed for them, leaks, and provenance.
+"""What an artifact stores of its inputs: the table of units, what the model computed for them, and leaks.
 
 Start with `unit_table`.
 """
 
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-import grasp
 from grasp.artifact.manifest import UNITS
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.kernels.kernel import Kernel
@@ -25,36 +22,6 @@ from grasp.progress import Progress
 from grasp.targets.units import unit_columns
 
 MAX_TARGET_BYTES = 64 << 20  # of the arrays of a target in `unit_arrays`
-
-
-def provenance_fields(inputs: Inputs, build_seconds: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return the provenance fields of the manifest; `build_seconds` is None if the build was interrupted."""
-    store, model = inputs.store, inputs.model
-    return {
-        "made_by": {
-            "program": f"grasp {grasp.__version__}",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "device": str(model.device),
-            "dtype": inputs.identity["dtype"],
-        },
-        "fingerprints": inputs.identity["fingerprints"],
-        "settings": inputs.settings.model_dump(mode="json"),
-        "skipped": {"rows": asdict(store.skipped), "columns": list(store.ignored_columns)},
-        "details": {
-            "model": type(model.model).__name__,
-            "hidden_size": model.hidden_size,
-            "vocab_size": model.vocab_size,
-            "n_tokens": store.n_tokens,
-            "n_documents": store.n_documents,
-            "labels": list(store.label_columns),
-            "columns": store.details.get("columns"),
-            "reader": inputs.settings.model.reader,
-            **({} if isinstance(model, ReferenceModel) else model.details),
-            "loss": "nats per token, mean over the positions that the head was applied to",
-            "build_seconds": build_seconds,
-        },
-    }
 
 
 def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel], progress: Progress) -> dict[str, NDArray[Any]]:

@@ -65,14 +65,15 @@ def warm_up(
     model_settings = path_settings(ModelSettings, model, "model")
     if model_settings.path == str(out / MODEL):
         return out / MODEL
-    if steps < 1:
-        raise SettingsError(f"--warm-up: got {steps}, expected at least 1 step")
     refuse_untrainable(model_settings, corpus, "--warm-up")
+    problem = "" if steps > 0 else f"got {steps}, expected at least 1 step"
     if is_adapter(model_settings.path) or (recipe is not None and recipe.lora_r is not None):
-        raise SettingsError(
-            "--warm-up: trains all parameters, but got an adapter; train the adapter for these steps, and pass its "
-            "directory as --model"
+        problem = (
+            "trains all parameters, but got an adapter; train the adapter for these steps, and pass its directory as "
+            "--model"
         )
+    if problem:
+        raise SettingsError(f"--warm-up: {problem}")
     record = {
         "model": model_settings.path,
         "corpus": corpus.path,

@@ -1,6 +1,6 @@
 """Parquet tables that contain the checksum of their own bytes, verified on reading.
 
-A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without checksum, e.g.
+A flipped bit can turn one valid row name into another, and Parquet does not detect that. Tables without it, e.g.
 of other programs, are read without verification. Start with `write_checksummed` and `read_checksummed`.
 """
 
@@ -17,7 +17,7 @@ import xxhash
 
 from grasp.files import UNSIGNED
 
-CHECKSUM_KEY = b"grasp.checksum"  # key of the checksum in the metadata of the file
+CHECKSUM_KEY = b"grasp.file_checksum"  # key of the checksum in the metadata of the file
 BATCH_ROWS = 1 << 16
 _SIGNATURE = re.compile(re.escape(CHECKSUM_KEY) + rb"..([0-9a-f]{32})", re.DOTALL)  # as Parquet stores it in the footer
 

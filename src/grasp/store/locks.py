@@ -80,11 +80,13 @@ class Lease:
 
     def renew(self) -> None:
         """Renew the lease; do nothing if its file was removed."""
-        _touch(self.path, None)
+        with suppress(FileNotFoundError):
+            os.utime(self.path, None)
 
     def release(self) -> None:
         """End the lease, so that other processes can take the run."""
-        _touch(self.path, (0.0, 0.0))
+        with suppress(FileNotFoundError):
+            os.utime(self.path, (0.0, 0.0))
 
 
 def generations(directory: Path) -> dict[str, int]:
@@ -111,8 +113,13 @@ def acquire_lease(
     """
     directory.mkdir(parents=True, exist_ok=True)
     latest = (generations(directory) if known is None else known).get(run)
-    if latest is not None and _age(directory / f"{run}.{latest}") < ttl:
-        return None
+    if latest is not None:
+        try:
+            age = time.time() - (directory / f"{run}.{latest}").stat().st_mtime
+        except FileNotFoundError:
+            return None  # removed meanwhile, which means that all runs are complete
+        if age < ttl:
+            return None
     path = directory / f"{run}.{0 if latest is None else latest + 1}"
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -144,17 +151,3 @@ def keep_renewed(leases: Sequence[Lease], *, ttl: float = TTL_SECONDS) -> Iterat
         for lease in leases:
             with suppress(OSError):  # it then expires; the error must not hide one of the block
                 lease.release()
-
-
-def _age(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0  # removed meanwhile, which means that all runs are complete
-
-
-def _touch(path: Path, times: tuple[float, float] | None) -> None:
-    try:
-        os.utime(path, times)
-    except FileNotFoundError:
-        return

@@ -94,8 +94,18 @@ class Signed(Generic[R]):
             GraspError: the first of them that is invalid.
         """
         try:
-            problem = self._problem(parse_json(data), data)
-            if not problem:
+            raw = parse_json(data)
+            if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
+                problem = f"not {self.description}: expected `{self.format_field}` to be {self.format!r}; "
+                problem += self.recovery_hint
+            elif (version := raw.get("format_version")) != self.version:
+                problem = (
+                    f"format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use the "
+                    "version of grasp that wrote it"
+                )
+            elif not is_signed(data):
+                problem = f"damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
+            else:
                 return self.model.model_validate_json(data)
             problem = f"{path}: {problem}"
         except ValidationError as err:
@@ -103,19 +113,6 @@ class Signed(Generic[R]):
         except ValueError as err:
             problem = f"{path}: damaged: not JSON ({plain(err)}); restore a copy, or {self.recovery_hint}"
         raise self.error_type(problem)
-
-    def _problem(self, raw: Any, data: bytes) -> str:
-        """Return what is wrong with format, version or checksum of a record, and what to do; empty if nothing is."""
-        if not isinstance(raw, dict) or raw.get(self.format_field) != self.format:
-            return f"not {self.description}: expected `{self.format_field}` to be {self.format!r}; {self.recovery_hint}"
-        if (version := raw.get("format_version")) != self.version:
-            return (
-                f"format version {version!r}, this program reads {self.version}; {self.recovery_hint}, or use the "
-                "version of grasp that wrote it"
-            )
-        if not is_signed(data):
-            return f"damaged: its checksum does not match; restore a copy, or {self.recovery_hint}"
-        return ""
 
 
 def dump_json(record: BaseModel) -> bytes:
