@@ -104,7 +104,7 @@ class Chooser:
         """The rows of the greatest sum of BM25 scores over the targets' units."""
         (method,) = configure_methods([BM25])
         source = score_artifact(self.world.artifact, method)
-        units = UnitSelection.from_targets(source, list(self._weights(request)))
+        units = UnitSelection.from_targets(self.world.artifact, list(self._weights(request)))
         score_N = np.zeros(source.n_rows)
         for start, block in source.array_blocks(f"relevance_{BM25}", columns=units.columns_E):
             score_N[start : start + len(block)] = block.sum(axis=1, dtype=np.float64)

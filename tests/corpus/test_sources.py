@@ -107,10 +107,9 @@ def test_suffixes_in_upper_case_and_other_usual_ones(tmp_path, name):
     documents = list(read_documents(settings_for(file.parent, path_labels=True)))
     assert [document.text for document in documents] == TEXTS[:3] + TEXTS
     assert {document.labels["file"] for document in documents} == {"a", "b"}
-    written = FileFormat.parse("source", open_source(str(file))).suffix
-    assert written == {"a.ndjson.gzip": ".jsonl.gz", "a.jsonl.zstd": ".jsonl.zst", "a.pq": ".parquet"}.get(
-        name, name[1:].lower()
-    )
+    written = FileFormat.parse("source", open_source(str(file)))
+    renamed = {"a.ndjson.gzip": ".jsonl.gz", "a.jsonl.zstd": ".jsonl.zst", "a.pq": ".parquet"}
+    assert f".{written.kind}{written.compression}" == renamed.get(name, name[1:].lower())
     assert usual.exists()
 
 

@@ -346,7 +346,8 @@ class ArtifactReader:
     ) -> Iterator[pa.RecordBatch]:
         """Stream the row table, all columns or those of `columns`."""
         with readable(self.rows_path, VERIFY), pq.ParquetFile(self.rows_path) as file:
-            assert {*(columns or ())} <= {*file.schema_arrow.names}
+            if unknown := sorted({*(columns or ())} - {*file.schema_arrow.names}):
+                raise ArtifactError(f"{self.rows_path}: no columns {unknown}; it has {file.schema_arrow.names}")
             yield from file.iter_batches(batch_size=batch_rows, columns=columns)
 
     def rows(self, row_index: Integers) -> pa.Table:
