@@ -50,9 +50,10 @@ class CosineMethod(BlockMethod[W]):
         del inputs
         return False
 
-    def update(self, checkpoint: Checkpoint, engine: PerExample) -> Transform:
-        """Return the function that replaces a row's gradient by the update at a checkpoint."""
-        raise NotImplementedError
+    def update(self, checkpoint: Checkpoint, engine: PerExample) -> Transform | None:
+        """Return the function that replaces a row's gradient by the update at a checkpoint; None keeps the gradient."""
+        del checkpoint, engine
+        return None
 
     def parts(self, inputs: MethodInputs) -> int:
         return len(select_checkpoints(inputs, self.settings.checkpoints)) * len(self._groups(inputs)[0])
