@@ -52,7 +52,6 @@ class CosineMethod(BlockMethod[W]):
 
     def update(self, checkpoint: Checkpoint, engine: PerExample) -> Transform | None:
         """Return the function that replaces a row's gradient by the update at a checkpoint; None keeps the gradient."""
-        del checkpoint, engine
         return None
 
     def parts(self, inputs: MethodInputs) -> int:
