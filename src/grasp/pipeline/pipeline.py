@@ -48,6 +48,7 @@ from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
 from grasp.kernel_table import BuiltRule
+from grasp.kernels.gradient import CURVATURE_ROWS, Curvature
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -55,7 +56,15 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, identity_of, prepare_inputs
-from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
+from grasp.pipeline.model_pass import (
+    Arrays,
+    BatchCache,
+    ScoredShard,
+    Workers,
+    compute_moments,
+    row_examples,
+    score_shard,
+)
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.stored_inputs import unit_arrays, unit_table
 from grasp.progress import Progress, Silent
@@ -197,6 +206,8 @@ def estimate_moments(
     else:
         batch_cache = BatchCache(work / "batches") if use_cache else None
         accumulate_moments(inputs, workers, sample, corpus, batch_cache, progress, must_be_trained=must_be_trained)
+        if Curvature in corpus.by_type:
+            measure_curvature(inputs, corpus, progress)
         ends = {} if batch_cache is None else {BATCH_ENDS: np.array(batch_cache.ends)}
         moment_file.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
@@ -240,6 +251,25 @@ def accumulate_moments(
             refuse_untrained(corpus.loss, inputs.model)
         if batch_cache is not None:
             batch_cache.ends.append(batch_cache.n_batches)
+
+
+def measure_curvature(inputs: Inputs, corpus: CorpusMoments, progress: Progress) -> None:
+    """Measure the geometry of the training at `CURVATURE_ROWS` rows of the corpus, in this process."""
+    store, settings, sampled = inputs.store, inputs.settings.features, inputs.model_pass.sampled
+    assert sampled is not None
+    assert settings.learning is not None
+    assert settings.batch_rows is not None
+    index = stream(settings.seed, "curvature").permutation(store.n_rows)[:CURVATURE_ROWS]
+    rows, learning = store.rows(np.sort(index)), settings.learning
+    if rows.split_N is not None:
+        # The curvature of the DPO loss of a pair is beta^2 / 4 times that of a difference of log-likelihoods, so that
+        # in Adam's coordinates x is beta / 2 times that of a fine-tuning, and counts as 0.
+        rows, learning = rows.sides(), 0.0
+    progress.stage("curvature", rows=len(rows), tokens=rows.n_tokens)
+    curvature = corpus.by_type[Curvature]
+    assert isinstance(curvature, Curvature)
+    examples = row_examples(rows, settings)
+    curvature.measure(sampled, examples, learning=learning, batch_rows=settings.batch_rows, advance=progress.advance)
 
 
 def feature_bytes(inputs: Inputs) -> int:
