@@ -77,6 +77,7 @@ class BlockSums:
     def __init__(self, block: Block, device: torch.device, dtype: torch.dtype) -> None:
         zeros = partial(torch.zeros, device=device, dtype=dtype)
         self.mean_XY = zeros(block.left, block.right)  # gradient of the sum of losses
+        self.is_vector = "vector" in block.kinds
         is_dense = block.left <= WIDEST and not block.head and "embedding" not in block.kinds
         # Factors of the curvature, by use: of a matrix product, and of an embedding; a tied head has both.
         self.left = [zeros((block.left, block.left) if is_dense else (block.left,))]
@@ -96,6 +97,8 @@ class BlockSums:
             self.n_positions[1] += len(right_TY)
         else:
             self.mean_XY.addmm_(left.T, right_TY, alpha=n_labels)
+            if self.is_vector:  # no curvature
+                return
             left_TX = left * n_labels  # gradients of the losses of tokens, not of their mean
             self.left[0] += left_TX.T @ left_TX if self.left[0].ndim == 2 else left_TX.square().sum(dim=0)
             self.right_YY[0].addmm_(right_TY.T, right_TY)
