@@ -31,13 +31,8 @@ from experiments.worlds.training import (
     with_adapter,
 )
 from grasp.artifact.label_table import LabelColumn
-from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
-from grasp.baselines.gradients.layers import as_matrix
-from grasp.kernels.gradient import SampledGradients
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.settings import FeatureSettings
-from tests.baselines.gradient_world import autograd, reference, rows, units
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "worlds"
 

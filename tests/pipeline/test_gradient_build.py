@@ -20,6 +20,7 @@ from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.model_pass import unit_gradients
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import ignore
+from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from grasp.training.fine_tuning_recipe import default_recipe
 from tests.baselines.gradient_world import reference
@@ -118,9 +119,9 @@ def test_a_build_has_the_curvature_of_its_rows_and_of_the_training(built):
     store, settings = source.rows, source.settings.features
     shard = store.rows(np.arange(store.n_rows))
     examples = [Example(shard.ids(i)) for i in range(len(shard))]
+    measured = stream(settings.seed, "curvature").permutation(store.n_rows)[:CURVATURE_ROWS]
     units = [Example(unit_token.input_ids, unit_token.first) for unit_token in source.unit_tokens]
     gradients = SampledGradients.choose(source.model, settings)
-    assert store.n_rows <= CURVATURE_ROWS
     assert (settings.learning, settings.batch_rows) == (
         default_recipe(store.n_rows).optimizer(store.n_rows).learning,
         16,
@@ -129,7 +130,7 @@ def test_a_build_has_the_curvature_of_its_rows_and_of_the_training(built):
     raw_NK = torch.cat([gradients.compute([example])[0] for example in examples])
     curvature._add(len(raw_NK), raw_NK.double().sum(dim=0), raw_NK.double().square().sum(dim=0))
     learning = {"learning": settings.learning, "batch_rows": settings.batch_rows}
-    curvature.measure(gradients, examples, **learning, advance=ignore)
+    curvature.measure(gradients, [examples[i] for i in sorted(measured)], **learning, advance=ignore)
     unit_EK, _ = unit_gradients(gradients, units, np.arange(len(units)), np.ones(len(units)), len(units), curvature)
     labels_N1 = np.array([example.labels for example in examples])[:, None]
     expected_NE = labels_N1 * (raw_NK @ unit_EK.float().T).numpy()
