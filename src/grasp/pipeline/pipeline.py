@@ -45,6 +45,7 @@ from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences
 from grasp.kernel_table import BuiltRule
@@ -206,8 +207,7 @@ def estimate_moments(
     else:
         batch_cache = BatchCache(work / "batches") if use_cache else None
         accumulate_moments(inputs, workers, sample, corpus, batch_cache, progress, must_be_trained=must_be_trained)
-        if Curvature in corpus.by_type:
-            measure_curvature(inputs, corpus, progress)
+        measure_curvature(inputs, corpus, curvature_rows(store, settings.features), progress)
         ends = {} if batch_cache is None else {BATCH_ENDS: np.array(batch_cache.ends)}
         moment_file.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
@@ -253,21 +253,26 @@ def accumulate_moments(
             batch_cache.ends.append(batch_cache.n_batches)
 
 
-def measure_curvature(inputs: Inputs, corpus: CorpusMoments, progress: Progress) -> None:
-    """Measure the geometry of the training at `CURVATURE_ROWS` rows of the corpus, in this process."""
-    store, settings, sampled = inputs.store, inputs.settings.features, inputs.model_pass.sampled
+def curvature_rows(store: RowStore, settings: FeatureSettings) -> TokenRows:
+    """Return the rows that the curvature is measured on, drawn with the seed of the settings."""
+    order_N = stream(settings.seed, "curvature").permutation(store.n_rows)
+    return store.rows(np.sort(order_N[:CURVATURE_ROWS]))
+
+
+def measure_curvature(inputs: Inputs, corpus: CorpusMoments, rows: TokenRows, progress: Progress) -> None:
+    """Measure the geometry of the training, and the curvature at some rows, in this process; no-op without gradients."""
+    curvature, settings, sampled = corpus.by_type.get(Curvature), inputs.settings.features, inputs.model_pass.sampled
+    if not isinstance(curvature, Curvature):
+        return
     assert sampled is not None
     assert settings.learning is not None
     assert settings.batch_rows is not None
-    index = stream(settings.seed, "curvature").permutation(store.n_rows)[:CURVATURE_ROWS]
-    rows, learning = store.rows(np.sort(index)), settings.learning
+    learning = settings.learning
     if rows.split_N is not None:
         # The curvature of the DPO loss of a pair is beta^2 / 4 times that of a difference of log-likelihoods, so that
         # in Adam's coordinates x is beta / 2 times that of a fine-tuning, and counts as 0.
         rows, learning = rows.sides(), 0.0
     progress.stage("curvature", rows=len(rows), tokens=rows.n_tokens)
-    curvature = corpus.by_type[Curvature]
-    assert isinstance(curvature, Curvature)
     examples = row_examples(rows, settings)
     curvature.measure(sampled, examples, learning=learning, batch_rows=settings.batch_rows, advance=progress.advance)
 
