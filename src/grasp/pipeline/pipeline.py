@@ -260,7 +260,7 @@ def curvature_rows(store: RowStore, settings: FeatureSettings) -> TokenRows:
 
 
 def measure_curvature(inputs: Inputs, corpus: CorpusMoments, rows: TokenRows, progress: Progress) -> None:
-    """Measure the geometry of the training, and the curvature at some rows, in this process; no-op without gradients."""
+    """Measure the geometry of the training, and the curvature at some rows, if a kernel needs them."""
     curvature, settings, sampled = corpus.by_type.get(Curvature), inputs.settings.features, inputs.model_pass.sampled
     if not isinstance(curvature, Curvature):
         return
