@@ -33,7 +33,7 @@ from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
 from grasp.targets.units import UnitTokens
 from grasp.text import skipped_lines
-from grasp.training.fine_tuning_recipe import default_recipe
+from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def prepare_inputs(
     progress: Progress,
     *,
     in_memory: InMemory = ON_DISK,
+    recipe: FineTuningRecipe | None = None,
     replace: bool = False,
 ) -> Inputs:
     """Write the rows to disk, load the model, and complete the settings from model and corpus.
@@ -101,6 +102,7 @@ def prepare_inputs(
         tokens: directory of the rows.
         progress: receives stages, notes and numbers of rows.
         in_memory: model, corpus and targets that are passed as objects.
+        recipe: training that is predicted, whose length the kernel `gradient` needs. Default: `default_recipe`.
         replace: delete rows of another corpus in `tokens`.
     Raises:
         GraspError: an input cannot be read, or they do not fit each other, e.g. rows that are longer than the context
@@ -110,7 +112,7 @@ def prepare_inputs(
     unit_inputs: Units
     if settings.model.reader is None:
         settings, model, store, unit_set, unit_inputs = _prepare_text(
-            settings, tokens, progress, in_memory, replace=replace
+            settings, tokens, progress, in_memory, recipe, replace=replace
         )
     else:
         model = in_memory.model or load_reference(settings.model)
@@ -163,6 +165,7 @@ def _prepare_text(
     tokens: Path,
     progress: Progress,
     in_memory: InMemory,
+    recipe: FineTuningRecipe | None,
     *,
     replace: bool,
 ) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens]]:
@@ -212,7 +215,7 @@ def _prepare_text(
         "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
     }
     if "gradient" in settings.features.kernels:
-        training = default_recipe(store.n_rows).optimizer(store.n_rows)
+        training = (recipe or default_recipe(store.n_rows)).optimizer(store.n_rows)
         updates["features"] = settings.features.completed(learning=training.learning, batch_rows=training.batch_rows)
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})

@@ -71,6 +71,7 @@ from grasp.pipeline.stored_inputs import unit_arrays, unit_table
 from grasp.progress import Progress, Silent
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import read_yaml, write_yaml
 
 # Losses as a fraction of ln V, the loss of guessing; that of a unigram model is near 0.7.
@@ -92,6 +93,7 @@ def build_artifact(
     progress: Progress | None = None,
     cluster: ClusterSpec | None = None,
     in_memory: InMemory = ON_DISK,
+    recipe: FineTuningRecipe | None = None,
     must_be_trained: bool = False,
 ) -> Path:
     """Build the artifact `out`, or resume a build with the same settings.
@@ -102,6 +104,7 @@ def build_artifact(
         progress: receives stages, notes and numbers of rows. Default: none.
         cluster: Ray workers that run the model. Default: this process. A build may be resumed elsewhere.
         in_memory: model, corpus and targets that are passed as objects instead of paths.
+        recipe: see `prepare_inputs`.
         must_be_trained: refuse a language model that predicts the sample no better than chance.
     Returns:
         `out`.
@@ -116,7 +119,8 @@ def build_artifact(
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        how: dict[str, Any] = {"in_memory": in_memory, "recipe": recipe, "replace": not has_work(out)}
+        inputs = prepare_inputs(settings, out / "tokens", progress, **how)
         identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
         work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
