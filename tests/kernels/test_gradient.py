@@ -54,7 +54,9 @@ def small_block(kind: str) -> tuple[BlockSums, GradientFactors, tuple[torch.Tens
     sums = BlockSums(block, torch.device("cpu"), torch.float64)
     labels = (3, 6, 4)
     for n in labels:
-        sums.add(tokens(7) if kind == "embedding" else draw(7, 5), draw(7, 4), n)
+        factors = tokens(7) if kind == "embedding" else draw(7, 5), draw(7, 4)
+        sums.add_gradient(*factors, n)
+        sums.add_curvature(*factors, n)
     unit = GradientFactors(tokens(2, 3) if kind == "embedding" else draw(2, 3, 5), draw(2, 3, 4))
     roots = draw(5).abs() + 0.5, draw(4).abs() + 0.5
     return sums, unit, roots, sum(labels)
@@ -103,8 +105,8 @@ def test_a_tied_head_keeps_the_trace_of_the_curvature_of_both_uses():
     sums = BlockSums(block, torch.device("cpu"), torch.float64)
     token_T, delta_TY = torch.randint(5, (7,), generator=generator), torch.randn(7, 4, generator=generator).double()
     residual_TX, hidden_TY = (torch.randn(6, n, generator=generator).double() for n in (5, 4))
-    sums.add(token_T, delta_TY, 6)
-    sums.add(residual_TX, hidden_TY, 6)
+    sums.add_curvature(token_T, delta_TY, 6)
+    sums.add_curvature(residual_TX, hidden_TY, 6)
     left, right = sums.curvature(6)
     of_head = (6 * residual_TX).square().sum() / 6 * hidden_TY.square().sum() / 6
     of_embedding = (6 * delta_TY).square().sum() / 6  # of one-hot tokens, whose frequencies sum to 1

@@ -19,7 +19,7 @@ the sum of a row's losses count, as in training, where the loss of a batch is th
 *Kronecker factors.* The gradient of a matrix is a sum over positions of delta_t a_t^T. P must be a Kronecker product,
 so v is approximated by r c^T / mean(v), with r and c its means over inputs and outputs (Adafactor, arXiv 1804.04235):
 P^(1/2) = s_l (x) s_r with s_l = (r / sqrt(mean v))^(-1/4), and s_r of c. The curvature is approximated by
-E[delta delta^T] (x) E[a a^T] (K-FAC, arXiv 1503.05671), with the labels of the corpus. In coordinates of y both
+E[delta delta^T] (x) E[a a^T] (K-FAC, arXiv 1503.05671), with labels drawn from the model. In coordinates of y both
 factors are scaled by s, and have eigenvectors Q_l, Q_r, whose eigenvalues multiply to those of H~. Sides wider than
 `WIDEST` and the vocabulary are diagonal; vectors (norms) have phi = 1. Source: SOURCE (arXiv 2405.12186), in Adam's
 geometry. The constant c = `HORIZON` was measured (experiments/finetune): theory says 1.
@@ -53,9 +53,10 @@ from grasp.kernels.coordinates import SampledGradients, Tiles, by_member
 from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
 from grasp.models.gradients import Block, Example, GradientFactors
+from grasp.seeds import stream
 
 HORIZON = 10.0  # c: 1 in theory; 10 to 30 were best on four trainings of a small model (experiments/finetune)
-CURVATURE_ROWS = 64  # rows that the curvature is measured on: 512 are no better
+CURVATURE_ROWS = 48  # rows that the curvature is measured on: 512 are no better
 DAMPING = 0.01  # added to r and c, in units of their mean: of tokens that these rows lack v is unknown
 NEGLIGIBLE = 0.02  # x below it counts as 0: phi is then at least .99
 WIDEST = 4096  # a wider side is diagonal
@@ -88,21 +89,27 @@ class BlockSums:
             self.right_YY.append(zeros(block.right, block.right))
             self.n_positions.append(0)
 
-    def add(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
-        """Add an example: its factors at its T positions, `left` (T, X) or tokens (T,), and its number of labels."""
+    def add_gradient(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
+        """Add the gradient of an example: its factors at T positions, `left` (T, X) or tokens (T,), number of labels."""
         if left.ndim == 1:
             self.mean_XY.index_add_(0, left, right_TY, alpha=n_labels)
-            self.left[1].index_add_(0, left, torch.ones_like(left, dtype=self.left[1].dtype))
-            self.right_YY[1].addmm_(right_TY.T, right_TY, alpha=n_labels**2)
-            self.n_positions[1] += len(right_TY)
         else:
             self.mean_XY.addmm_(left.T, right_TY, alpha=n_labels)
-            if self.is_vector:  # no curvature
-                return
-            left_TX = left * n_labels  # gradients of the losses of tokens, not of their mean
+
+    def add_curvature(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
+        """Add the same factors of an example with drawn labels to those of the curvature."""
+        if self.is_vector:  # no curvature
+            return
+        use = 1 if left.ndim == 1 else 0
+        # gradients of the sum of losses, not of their mean: those of an embedding are on the right
+        if left.ndim == 1:
+            self.left[1].index_add_(0, left, torch.ones_like(left, dtype=self.left[1].dtype))
+            self.right_YY[1].addmm_(right_TY.T, right_TY, alpha=n_labels**2)
+        else:
+            left_TX = left * n_labels
             self.left[0] += left_TX.T @ left_TX if self.left[0].ndim == 2 else left_TX.square().sum(dim=0)
             self.right_YY[0].addmm_(right_TY.T, right_TY)
-            self.n_positions[0] += len(right_TY)
+        self.n_positions[use] += len(right_TY)
 
     def curvature(self, n_labels: int) -> tuple[Tensor, Tensor]:
         """Return the Kronecker factors of the curvature of the mean loss of a token, left (X, X) or (X,), and (Y, Y).
@@ -288,15 +295,20 @@ class Curvature(Moments):
         *,
         learning: float,
         batch_rows: int,
+        seed: int,
         advance: Callable[[int, int], None],
     ) -> None:
         """Run the model on rows of the corpus, and compute geometry and curvature.
+
+        Labels of the curvature are drawn from the model. With those of the corpus the gradient at a token that many
+        later ones attend to would be a sum of terms of one sign, and the curvature there a hundred times too large.
 
         Args:
             gradients: engine and layers.
             rows: rows, as examples.
             learning: sum of the learning rates of all steps.
             batch_rows: rows of a step.
+            seed: seed of the drawn labels.
             advance: receives numbers of rows and tokens.
         Raises:
             ModelError: no row that was observed has a finite gradient.
@@ -307,14 +319,26 @@ class Curvature(Moments):
         for index in gradients.batches(rows):
             examples = [rows[int(i)] for i in index]
 
-            def add(number: int, factors: GradientFactors, part: slice, examples: list[Example] = examples) -> None:
+            uniforms = [
+                stream(seed, "curvature", "labels", int(i)).random(example.labels)
+                for i, example in zip(index, examples, strict=True)
+            ]
+
+            def add(
+                add_to: Callable[[BlockSums, Tensor, Tensor, int], None],
+                number: int,
+                factors: GradientFactors,
+                part: slice,
+                examples: list[Example] = examples,
+            ) -> None:
                 # uses of the head have the positions with labels, others all positions of the padded batch
                 of_head = not factors.one_hot and factors.left.shape[2] == engine.model.vocab_size
                 for k, example in enumerate(examples[part]):
                     size = example.labels if of_head else min(factors.right.shape[1], len(example.input_ids))
-                    sums[number].add(factors.left[k, :size], factors.right[k, :size], example.labels)
+                    add_to(sums[number], factors.left[k, :size], factors.right[k, :size], example.labels)
 
-            engine.run(examples, add)
+            engine.run(examples, partial(add, BlockSums.add_gradient))
+            engine.run(examples, partial(add, BlockSums.add_curvature), "sampled", uniforms)
             advance(len(examples), sum(len(example.input_ids) for example in examples))
         n_labels, v_K = sum(example.labels for example in rows), self.batch_second_moment(batch_rows)
         self.blocks = []

@@ -278,7 +278,8 @@ def measure_curvature(inputs: Inputs, corpus: CorpusMoments, rows: TokenRows, pr
         rows, learning = rows.sides(), 0.0
     progress.stage("curvature", rows=len(rows), tokens=rows.n_tokens)
     examples = row_examples(rows, settings)
-    curvature.measure(sampled, examples, learning=learning, batch_rows=settings.batch_rows, advance=progress.advance)
+    training: dict[str, Any] = {"learning": learning, "batch_rows": settings.batch_rows}
+    curvature.measure(sampled, examples, **training, seed=settings.seed, advance=progress.advance)
 
 
 def feature_bytes(inputs: Inputs) -> int:
