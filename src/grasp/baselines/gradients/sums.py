@@ -1,9 +1,9 @@
-"""Weighted sums of gradients, and whole gradients of examples, as collectors of `grasp.models.gradient_sums.run_over`.
+"""Weighted sums of gradients, as a collector of `grasp.models.gradient_sums.run_over`.
 
 Optimizer state and gradients have the layout of the engine, one matrix (X, Y) per block. A sum over examples is one
 matrix product, so that the gradient of a single example is not formed.
 
-Shape letters: N examples, B examples of a batch, K sums, X left width, Y right width.
+Shape letters: N examples, K sums, X left width, Y right width.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,25 +12,17 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F64
-from grasp.baselines.gradients.factors import materialise, select_examples
-from grasp.models.gradient_sums import BLOCK_ELEMENTS
 from grasp.models.gradients import GradientFactors, PerExample
 
 Matrices = Sequence[Tensor]
-
-
-def zero_matrices(engine: PerExample, count: int) -> list[Tensor]:
-    """Return zeros, (K, X, Y) per block, with K = `count`."""
-    device, work = engine.model.device, engine.work
-    return [torch.zeros(count, b.left, b.right, dtype=work, device=device) for b in engine.layers.blocks]
 
 
 class WeightedSums:
     """K weighted sums of gradients: ``matrices[block][k] = sum_i weight_KN[k, i] G_i``."""
 
     def __init__(self, engine: PerExample, weight_KN: F64) -> None:
-        self.matrices = zero_matrices(engine, len(weight_KN))
         self._weight_KN = torch.from_numpy(weight_KN).to(engine.model.device, engine.work)
+        self.matrices = [self._weight_KN.new_zeros(len(weight_KN), b.left, b.right) for b in engine.layers.blocks]
 
     def add(self, number: int, factors: GradientFactors, index_B: Tensor) -> None:
         """Add the gradients of some examples, without those of weight 0."""
@@ -41,21 +33,6 @@ class WeightedSums:
                 total_XY.index_add_(0, left.flatten(), right.flatten(0, 1))
             else:
                 total_XY.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
-
-
-class EachGradient:
-    """The whole gradient of each example, ``matrices[block][i]``; all of them must fit in memory."""
-
-    def __init__(self, engine: PerExample, n_examples: int) -> None:
-        self.matrices = zero_matrices(engine, n_examples)
-
-    def add(self, number: int, factors: GradientFactors, index_B: Tensor) -> None:
-        """Add the gradients of some examples, a few at a time."""
-        matrix_NXY = self.matrices[number]
-        step = max(1, BLOCK_ELEMENTS // matrix_NXY[0].numel())
-        for start in range(0, len(index_B), step):
-            chunk = select_examples(factors, start, start + step)
-            matrix_NXY.index_add_(0, index_B[start : start + step], materialise(chunk, matrix_NXY.shape[1]))
 
 
 def total_norm(matrices: Matrices) -> float:
