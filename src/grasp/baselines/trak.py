@@ -26,7 +26,6 @@ from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import ProjectedSettings
-from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.scorers import (
     checkpoint_note,
     mean_row_tokens,
@@ -39,7 +38,7 @@ from grasp.baselines.gradients.scorers import (
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import Example, LayerSet
+from grasp.models.gradients import Example
 
 # Size of a zero eigenvalue after rounding of float32 features, relative to the largest eigenvalue.
 ZERO_EIGENVALUE = 1e-12
@@ -76,7 +75,17 @@ class Trak(BlockMethod[TrakSettings]):
         del part
         settings, checkpoints = self.settings, select_checkpoints(inputs, self.settings.checkpoints)
         layers = choose_layers(inputs.model, settings.layers)
-        width = self._check_width(inputs, layers)
+        width = settings.dimension or layers.size
+        if width > MAX_WIDTH:
+            raise SettingsError(
+                f"trak.dimension: got {width} features per row, expected at most {MAX_WIDTH}, since a matrix of that "
+                "width is inverted; set a dimension, or fewer layers"
+            )
+        if width > inputs.n_rows and not settings.ridge:
+            raise SettingsError(
+                f"trak.dimension: got {width} for {inputs.n_rows} rows: Phi^T Phi is singular, so the scores are "
+                "undefined; set trak.ridge above 0, e.g. 1e-3, or a smaller dimension"
+            )
         members = [self._map(inputs, work, c, checkpoint, width) for c, checkpoint in enumerate(checkpoints)]
 
         def score(start: int, stop: int) -> Scores:
@@ -90,8 +99,7 @@ class Trak(BlockMethod[TrakSettings]):
 
         form_note = "whole gradients, not projected"
         if settings.dimension is not None:
-            tokens = mean_row_tokens(inputs)
-            form_note = projection_note(choose_forms(layers.blocks, settings.dimension, tokens), settings.dimension)
+            form_note = projection_note(layers.blocks, settings.dimension, mean_row_tokens(inputs))
         ridge = f"lambda {settings.ridge:g} of the mean diagonal" if settings.ridge else "lambda 0"
         notes = (form_note, checkpoint_note(checkpoints), ridge)
         return RowScorer(score, Account(width * len(checkpoints), (describe_layers(layers),), notes))
@@ -123,20 +131,6 @@ class Trak(BlockMethod[TrakSettings]):
             inputs.progress.advance(stop - start, 0)
         unit_EK = features(work / f"units-{number}.safetensors", partial(unit_examples, inputs))
         return newton_map(gram_KK, unit_EK, settings.ridge, str(checkpoint.path))
-
-    def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
-        width = self.settings.dimension or layers.size
-        if width > MAX_WIDTH:
-            raise SettingsError(
-                f"trak.dimension: got {width} features per row, expected at most {MAX_WIDTH}, since a matrix of that "
-                "width is inverted; set a dimension, or fewer layers"
-            )
-        if width > inputs.n_rows and not self.settings.ridge:
-            raise SettingsError(
-                f"trak.dimension: got {width} for {inputs.n_rows} rows: Phi^T Phi is singular, so the scores are "
-                "undefined; set trak.ridge above 0, e.g. 1e-3, or a smaller dimension"
-            )
-        return width
 
 
 def _rows_file(work: Path, checkpoint: int, start: int) -> Path:

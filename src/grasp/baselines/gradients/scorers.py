@@ -13,11 +13,12 @@ from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, training_checkpoints
 from grasp.baselines.gradients.features import Featurizer, check_finite
 from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.whole import Transform, UnitGradients, inner_products
 from grasp.baselines.stored import RowScorer
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import Example, PerExample
+from grasp.models.gradients import Block, Example, PerExample
 from grasp.seeds import stream
 from grasp.targets.margins import Answers
 
@@ -148,8 +149,9 @@ def exact_scorer(
     return RowScorer(score, account)
 
 
-def projection_note(forms: Sequence[str], width: int) -> str:
-    """Describe a projection with these forms of its blocks."""
+def projection_note(blocks: Sequence[Block], width: int, tokens: int) -> str:
+    """Describe a projection of blocks; see `Projection`."""
+    forms = choose_forms(blocks, width, tokens)
     dense = forms.count("dense")
     return f"projected to {width}: {dense} blocks by dense signs, {len(forms) - dense} two-sided"
 
