@@ -287,7 +287,7 @@ def test_a_fitted_head_equals_logistic_regression_and_replaces_that_of_the_model
     np.testing.assert_allclose(bias - bias.mean(), theirs.intercept_ - theirs.intercept_.mean(), atol=1e-4)
 
     path = tmp_path / "head.safetensors"
-    FittedHead(torch.from_numpy(weight), torch.from_numpy(bias), ["a", "b", "c", "d"]).write(path)
+    FittedHead(torch.from_numpy(weight), torch.from_numpy(bias), ("a", "b", "c", "d")).write(path)
     model = load(tmp_path, model__classifier__fitted_head=str(path), model__classifier__classes=[])
     assert model.classes == ("a", "b", "c", "d")
     hidden_PH = torch.randn(3, 10)

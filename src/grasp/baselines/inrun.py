@@ -168,9 +168,8 @@ class _ReplayPlan:
             drawn: list[int] = []
             for k, name in enumerate(names):
                 share = max(1, (n_units - len(drawn)) // (len(names) - k))
-                drawn += (
-                    stream(seed, "inrun", "units", name).permutation(np.flatnonzero(column_E == k))[:share].tolist()
-                )
+                units_of_target = stream(seed, "inrun", "units", name).permutation(np.flatnonzero(column_E == k))
+                drawn += units_of_target[:share].tolist()
             selected = np.sort(np.array(drawn))
         units = unit_examples(inputs)
         is_member_CE = column_E[selected] == np.arange(len(names))[:, None]

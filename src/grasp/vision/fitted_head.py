@@ -7,7 +7,7 @@ Shape letters: N images, H hidden width, V classes.
 """
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,11 +42,13 @@ def linear_head(model: nn.Module, name: str) -> nn.Linear:
     return head
 
 
+@dataclass(frozen=True, slots=True)
 class FittedHead:
     """A linear output layer fitted to a corpus, with the names of its classes."""
 
-    def __init__(self, weight_VH: Tensor, bias_V: Tensor, classes: Sequence[str]) -> None:
-        self.weight_VH, self.bias_V, self.classes = weight_VH, bias_V, tuple(classes)
+    weight_VH: Tensor
+    bias_V: Tensor
+    classes: tuple[str, ...]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -57,7 +59,7 @@ class FittedHead:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                classes = json.loads((file.metadata() or {})["classes"])
+                classes = tuple(json.loads((file.metadata() or {})["classes"]))
                 return cls(file.get_tensor("weight"), file.get_tensor("bias"), classes)
         except (OSError, SafetensorError, KeyError, ValueError) as err:
             raise ModelError(
