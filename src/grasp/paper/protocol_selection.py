@@ -96,8 +96,12 @@ def select_protocol(
             "target), otherwise the bound is undefined"
         )
     candidates, not_served = _candidates(family, developments)
-    # per environment: the criterion itself at index 0 of the last axis, then its bootstrap resamples
-    agreements = _agreement_by_environment(developments, candidates, family, resamples)
+    # (C, T, 1 + R) per environment: the criterion at index 0 of the last axis, then its bootstrap resamples
+    by_path: dict[Path, list[F64]] = {}
+    for development in developments:
+        values = measure_agreement(development, candidates, family.criterion, resamples=resamples)
+        by_path.setdefault(development.runs.path, []).append(values)
+    agreements = [np.concatenate(values, axis=1) for values in by_path.values()]
     value_CT = np.concatenate([agreement_CTR[:, :, 0] for agreement_CTR in agreements], axis=1)
     defined_C = np.isfinite(value_CT).all(axis=1)
     if not defined_C.any():
@@ -122,20 +126,6 @@ def select_protocol(
         resamples=resamples,
         results=results,
     )
-
-
-def _agreement_by_environment(
-    developments: Sequence[Development],
-    candidates: Sequence[Candidate],
-    family: ProtocolFamily,
-    resamples: int,
-) -> list[F64]:
-    """Return the agreement (C, T, 1 + R) for each environment, whose targets share the resamples of subsets."""
-    by_path: dict[Path, list[F64]] = {}
-    for development in developments:
-        values = measure_agreement(development, candidates, family.criterion, resamples=resamples)
-        by_path.setdefault(development.runs.path, []).append(values)
-    return [np.concatenate(values, axis=1) for values in by_path.values()]
 
 
 def freeze(
