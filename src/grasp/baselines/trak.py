@@ -28,10 +28,10 @@ from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import ProjectedSettings
 from grasp.baselines.gradients.scorers import (
     checkpoint_note,
+    examples_at,
     mean_row_tokens,
     open_engine,
     projection_note,
-    row_examples,
     select_checkpoints,
     unit_examples,
 )
@@ -126,7 +126,7 @@ class Trak(BlockMethod[TrakSettings]):
         inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
         gram_KK = np.zeros((width, width))
         for start, stop in inputs.blocks():
-            row_NK = features(_rows_file(work, number, start), partial(row_examples, inputs, start, stop))
+            row_NK = features(_rows_file(work, number, start), partial(examples_at, inputs, range(start, stop)))
             gram_KK += row_NK.T @ row_NK
             inputs.progress.advance(stop - start, 0)
         unit_EK = features(work / f"units-{number}.safetensors", partial(unit_examples, inputs))

@@ -4,7 +4,7 @@ Start with `ReferenceModel.load`. Shape letters: B rows of a batch, L tokens, P 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -295,17 +295,6 @@ def length_class(config: Any, length_N: I64) -> I64 | None:
     different frequencies. The class does not decrease with the length.
     """
     beyond_N, exact_N = np.zeros_like(length_N), np.zeros_like(length_N)
-    for rope_type, border in _rope_borders(config):
-        if rope_type == "longrope":
-            beyond_N += length_N > border
-        else:
-            exact_N = np.maximum(exact_N, np.where(length_N > border, length_N, 0))
-    class_N = beyond_N + exact_N * (int(beyond_N.max(initial=0)) + 1)
-    return class_N if class_N.any() else None
-
-
-def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield rotary embeddings that depend on the length of a row: their type, and the length beyond which they do."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     context = getattr(text, "max_position_embeddings", None)
@@ -316,9 +305,11 @@ def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
                 text, "original_max_position_embeddings", context
             )
             if rope_type == "longrope" and original:
-                yield rope_type, int(original)
+                beyond_N += length_N > int(original)
             elif "dynamic" in rope_type and context:
-                yield rope_type, int(context)
+                exact_N = np.maximum(exact_N, np.where(length_N > int(context), length_N, 0))
+    class_N = beyond_N + exact_N * (int(beyond_N.max(initial=0)) + 1)
+    return class_N if class_N.any() else None
 
 
 def dynamic_ropes(model: nn.Module) -> tuple[nn.Module, ...]:

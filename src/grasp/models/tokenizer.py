@@ -378,9 +378,12 @@ class HfTokenizer:
         turn_without_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
         begin = max(0, answer[0] + 1 - len(turn["content"]))
         text_of_part = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
-        omitted = [
-            name for name, part in parts.items() if name in text_of_part and not _contains(text_of_part[name], part)
-        ]
+        omitted = []
+        for name, words in ((name, str(part)) for name, part in parts.items() if name in text_of_part):
+            # templates change white space, or write words as JSON
+            forms = words, json.dumps(words, ensure_ascii=False)[1:-1]
+            if not any("".join(form.split()) in "".join(text_of_part[name].split()) for form in forms):
+                omitted.append(name)
         if "tool_calls" in parts and self._renders_same(conversation, k, turn_without_calls, text):
             omitted.append("tool_calls")
         if len(omitted) == len(parts):
@@ -413,15 +416,6 @@ def _shared_length(*texts: str) -> int:
     """Return the number of characters at the beginning that texts have in common."""
     pairs = enumerate(zip(*texts, strict=False))
     return next((k for k, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
-
-
-def _contains(text: str, part: object) -> bool:
-    """Return whether a text contains some words, unchanged or as JSON, ignoring white space that templates change."""
-    words = str(part)
-    text_without_spaces = "".join(text.split())
-    return any(
-        "".join(form.split()) in text_without_spaces for form in (words, json.dumps(words, ensure_ascii=False)[1:-1])
-    )
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

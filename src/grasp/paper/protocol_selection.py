@@ -173,7 +173,22 @@ def selection_provenance(
         "undefined": dict(selection.undefined),
         "not_served": selection.not_served,
         "results": list(selection.results),
-        "environments": [_describe(development) for development in developments],
+        "environments": [
+            {
+                "name": development.runs.name,
+                "role": info.role,
+                "recipe": info.recipe,
+                "family": info.family.spec if info.family else "given",
+                "subsets": len(info.subset_ids),
+                "seeds": list(info.seeds),
+                "corpus": info.corpus_fingerprint,
+                "masks": info.masks_checksum,
+                "targets": {name: info.targets[name].fingerprint for name in development.targets},
+                "artifacts": {"only": dict(development.predictor.source.manifest.fingerprints)},
+            }
+            for development in developments
+            for info in [development.runs.info]
+        ],
         "best": [
             {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
             for s in selection.scores[:MAX_LISTED]
@@ -189,23 +204,6 @@ def provenance_path(protocol: Path) -> Path:
 def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     """Write the record atomically."""
     write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
-
-
-def _describe(development: Development) -> dict[str, Any]:
-    """Return the record of one environment in the provenance."""
-    info = development.runs.info
-    return {
-        "name": development.runs.name,
-        "role": info.role,
-        "recipe": info.recipe,
-        "family": info.family.spec if info.family else "given",
-        "subsets": len(info.subset_ids),
-        "seeds": list(info.seeds),
-        "corpus": info.corpus_fingerprint,
-        "masks": info.masks_checksum,
-        "targets": {name: info.targets[name].fingerprint for name in development.targets},
-        "artifacts": {"only": dict(development.predictor.source.manifest.fingerprints)},
-    }
 
 
 def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:

@@ -25,11 +25,6 @@ from grasp.targets.margins import Answers
 # ------------------------------------------------------------------------------------------------- rows and units
 
 
-def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
-    """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
-    return examples_at(inputs, range(start, stop))
-
-
 def sampled_rows(inputs: MethodInputs, count: int, seed: int, purpose: str, prefix: int | None = None) -> list[int]:
     """Sample distinct rows from the first `prefix` rows, in corpus order; all of them if `count` is larger."""
     pool = inputs.n_rows if prefix is None else min(prefix, inputs.n_rows)
@@ -40,7 +35,7 @@ def sampled_rows(inputs: MethodInputs, count: int, seed: int, purpose: str, pref
 
 
 def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
-    """Return rows by index as examples, see `row_examples`."""
+    """Return rows by index as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
     inputs.refuse_pairs()
     stored = inputs.rows_at(np.asarray(rows, dtype=np.int64))
     return [Example(stored.ids(i), loss_mask=stored.mask(i)) for i in range(len(stored))]
@@ -114,7 +109,7 @@ def feature_scorer(
     """Return a scorer by inner products of row features with vectors of units."""
 
     def score(start: int, stop: int) -> Scores:
-        row_NK = featurizer.features(row_examples(inputs, start, stop))[0].astype(np.float64)
+        row_NK = featurizer.features(examples_at(inputs, range(start, stop)))[0].astype(np.float64)
         if row_NK.ndim == 3:  # one projection per layer: concatenate
             row_NK = row_NK.swapaxes(0, 1).reshape(stop - start, -1)
         if normalise:
@@ -137,7 +132,7 @@ def exact_scorer(
     """Return a scorer by inner products of whole gradients; units outside the group score 0."""
 
     def score(start: int, stop: int) -> Scores:
-        rows = row_examples(inputs, start, stop)
+        rows = examples_at(inputs, range(start, stop))
         product_NE, square_N = inner_products(units, rows, norms=normalise, transform=transform)
         check_finite(product_NE, units.engine.model.dtype)
         if normalise:
