@@ -189,7 +189,8 @@ def output_head(model: nn.Module) -> OutputHead:
     output_V = output_V[: len(logits_V)].double()
     allowed_V = PROBED_ROUNDING * torch.finfo(logits_V.dtype).eps * logits_V.abs().double()
     logits_V, smallest_difference = logits_V.double(), torch.inf
-    text = model.config.get_text_config(decoder=True)
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
     config_scales, caps = (
         [float(value) for name in names if isinstance(value := getattr(text, name, None), int | float) and value > 0]
         for names in (SCALE_FIELDS, CAP_FIELDS)
