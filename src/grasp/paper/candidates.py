@@ -116,7 +116,7 @@ class Control:
         remaining: dict[str, None] = {}
         other = {"": "", "hidden": "residual", "residual": "hidden"}[self.without]
         for sketch_name, kind in (component.split(".") for component in full):
-            kinds = (kind,)
+            kinds: tuple[str, ...] = (kind,)
             if self.kinds is not None and kind not in self.kinds:
                 # raw = self + pair: removing one of the two leaves the other
                 kinds = self.kinds if kind == "raw" and len(self.kinds) == 1 else ()

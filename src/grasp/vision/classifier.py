@@ -79,20 +79,19 @@ class ImageClassifier:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
-        images, classes, preprocessing = classifier_settings.images, (), None
+        images, classes = classifier_settings.images, tuple[str, ...]()
+        preprocessing: Preprocessing | None = None if images is None else ResizeAndCrop(images)
         if classifier_settings.factory is not None:
             model = make_module(classifier_settings)
             _load_weights(model, Path(settings.path))
-            if images is None:
-                preprocessing = default_preprocessing(model)
+            preprocessing = preprocessing or default_preprocessing(model)
         else:
             from transformers import AutoModelForImageClassification  # noqa: PLC0415 - slow to import
 
             model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
             names: Mapping[Any, str] = model.config.id2label
             classes = tuple(names[k] for k in sorted(names, key=int))
-            if images is None:
-                preprocessing = HuggingFaceProcessor.from_settings(settings)
+            preprocessing = preprocessing or HuggingFaceProcessor.from_settings(settings)
         if classifier_settings.fitted_head is not None:
             fitted_head = FittedHead.read(Path(classifier_settings.fitted_head))
             fitted_head.install(model, classifier_settings.head)
@@ -101,7 +100,7 @@ class ImageClassifier:
         classifier = cls(
             model.to(device=device, dtype=dtype_of(settings.dtype, device)),
             classifier_settings,
-            preprocessing or ResizeAndCrop(images),
+            preprocessing,
         )
         if classifier.classes and len(classifier.classes) != classifier.vocab_size:
             raise ModelError(
