@@ -152,23 +152,19 @@ def find_checkpoints(paths: Iterable[Path]) -> tuple[Checkpoint, ...]:
         for path in saved:
             if not any(file.name != OPTIMIZER for file in path.glob("*.safetensors")):
                 raise ModelError(f"checkpoints: {path}: no {WEIGHTS}; save its weights as safetensors")
-            checkpoints[path] = _read_checkpoint(path)
+            step, rate = None, None
+            if (path / RECORD).is_file():
+                recipe, step = read_recipe(path / RECORD)
+                rate = recipe.learning_rate_at(step - 1)
+            elif (path / TRAINER_STATE).is_file():
+                state = _read_record(path / TRAINER_STATE)
+                rates = [line["learning_rate"] for line in state.get("log_history", []) if "learning_rate" in line]
+                step = int(state["global_step"]) if state.get("global_step") is not None else None
+                rate = float(rates[-1]) if rates else None
+            elif named := NAME.fullmatch(path.name):
+                step = int(named.group(1))
+            checkpoints[path] = Checkpoint(path, step, rate)
     return tuple(sorted(checkpoints.values(), key=lambda saved: float("inf") if saved.step is None else saved.step))
-
-
-def _read_checkpoint(path: Path) -> Checkpoint:
-    step, rate = None, None
-    if (path / RECORD).is_file():
-        recipe, step = read_recipe(path / RECORD)
-        rate = recipe.learning_rate_at(step - 1)
-    elif (path / TRAINER_STATE).is_file():
-        record = _read_record(path / TRAINER_STATE)
-        rates = [line["learning_rate"] for line in record.get("log_history", []) if "learning_rate" in line]
-        step = int(record["global_step"]) if record.get("global_step") is not None else None
-        rate = float(rates[-1]) if rates else None
-    elif named := NAME.fullmatch(path.name):
-        step = int(named.group(1))
-    return Checkpoint(path, step, rate)
 
 
 def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:

@@ -42,6 +42,7 @@ from grasp.models.gradients import Example
 
 # Size of a zero eigenvalue after rounding of float32 features, relative to the largest eigenvalue.
 ZERO_EIGENVALUE = 1e-12
+ROWS_FILE = "rows-{}-{}.safetensors"  # features of a block of rows: number of the checkpoint, first row
 MAX_WIDTH = 8192  # of the matrix that is inverted: 512 MB
 
 
@@ -92,7 +93,7 @@ class Trak(BlockMethod[TrakSettings]):
             """Multiply two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
             scores_NE, doubt_N = np.zeros((stop - start, inputs.n_units)), np.zeros(stop - start)
             for c, map_KE in enumerate(members):
-                row = load_file(_rows_file(work, c, start))
+                row = load_file(work / ROWS_FILE.format(c, start))
                 scores_NE += row["features"].astype(np.float64) @ map_KE
                 doubt_N += row["doubt"]
             return scores_NE / len(members) * (doubt_N / len(members))[:, None]
@@ -126,16 +127,11 @@ class Trak(BlockMethod[TrakSettings]):
         inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
         gram_KK = np.zeros((width, width))
         for start, stop in inputs.blocks():
-            row_NK = features(_rows_file(work, number, start), partial(examples_at, inputs, range(start, stop)))
+            row_NK = features(work / ROWS_FILE.format(number, start), partial(examples_at, inputs, range(start, stop)))
             gram_KK += row_NK.T @ row_NK
             inputs.progress.advance(stop - start, 0)
         unit_EK = features(work / f"units-{number}.safetensors", partial(unit_examples, inputs))
         return newton_map(gram_KK, unit_EK, settings.ridge, str(checkpoint.path))
-
-
-def _rows_file(work: Path, checkpoint: int, start: int) -> Path:
-    """Return the file of the features of a block of rows at a checkpoint."""
-    return work / f"rows-{checkpoint}-{start}.safetensors"
 
 
 def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:
