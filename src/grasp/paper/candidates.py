@@ -79,11 +79,6 @@ class Candidate:
         parts = [self.settings.side, self.settings.weighting, kernels or "no relevance", geometry, self.settings.task]
         return " | ".join(parts + ["shuffled"] * self.shuffled)
 
-    @property
-    def n_terms(self) -> int:
-        """Number of kernels and components; ties in selection go to the candidate with fewer."""
-        return len(self.match) + len(self.components)
-
     def protocol(self, name: str, **fields: Any) -> ScoringProtocol:
         """Return the candidate as a protocol with a name and further fields.
 

@@ -95,7 +95,12 @@ def select_protocol(
             f"selection: got {len(results)} development results {list(results)}, expected at least 2 (environment x "
             "target), otherwise the bound is undefined"
         )
-    candidates, not_served = _candidates(family, developments)
+    members_of = [family.members(development.predictor.source.array_names) for development in developments]
+    in_all = set.intersection(*(set(members) for members, _ in members_of))
+    members, n_others = members_of[0]
+    candidates, total = [candidate for candidate in members if candidate in in_all], len(members) + n_others
+    if not candidates:
+        raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
     # (C, T, 1 + R) per environment: the criterion at index 0 of the last axis, then its bootstrap resamples
     by_path: dict[Path, list[F64]] = {}
     for development in developments:
@@ -121,7 +126,7 @@ def select_protocol(
         scores=tuple(_ranked(scores)),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
-        not_served=not_served,
+        not_served=total - len(candidates),
         z=z,
         resamples=resamples,
         results=results,
@@ -206,23 +211,12 @@ def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:
-    """Return the members of the family that all environments can compute, and the number of other members."""
-    members_of = [family.members(development.predictor.source.array_names) for development in developments]
-    in_all = set.intersection(*(set(members) for members, _ in members_of))
-    members, n_others = members_of[0]
-    candidates, total = [candidate for candidate in members if candidate in in_all], len(members) + n_others
-    if not candidates:
-        raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
-    return candidates, total - len(candidates)
-
-
 def _ranked(scores: Sequence[Score]) -> list[Score]:
     """Sort by descending LCB; ties (TIE_TOLERANCE) are sorted by number of terms."""
     remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
     ranked: list[Score] = []
     while remaining:
         tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE_TOLERANCE]
-        ranked += sorted(tied, key=lambda score: score.candidate.n_terms)
+        ranked += sorted(tied, key=lambda score: len(score.candidate.match + score.candidate.components))
         remaining = remaining[len(tied) :]
     return ranked

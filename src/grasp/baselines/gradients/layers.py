@@ -89,7 +89,17 @@ class _Names:
             case "blocks":
                 return self._parameter_names(_decoder(model)[1])
             case "final_norm":
-                return self._parameter_names(_final_norm(model))
+                norms = [
+                    child
+                    for child in _decoder(model)[0].children()
+                    if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
+                ]
+                if not norms:
+                    raise SettingsError(
+                        f"layers: {type(self._root).__name__} has no norm after its blocks; select it by a pattern "
+                        "over names"
+                    )
+                return self._parameter_names(norms[-1])
         try:
             test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else None
         except re.error as err:
@@ -134,17 +144,3 @@ def _decoder(model: ReferenceModel) -> tuple[nn.Module, nn.ModuleList]:
     raise SettingsError(
         f"layers: {type(model.model).__name__} has no list of {depth} blocks; select layers by a pattern over names"
     )
-
-
-def _final_norm(model: ReferenceModel) -> nn.Module:
-    parent, _ = _decoder(model)
-    norms = [
-        child
-        for child in parent.children()
-        if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
-    ]
-    if not norms:
-        raise SettingsError(
-            f"layers: {type(model.model).__name__} has no norm after its blocks; select it by a pattern over names"
-        )
-    return norms[-1]
