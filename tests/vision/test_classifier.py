@@ -61,7 +61,7 @@ def test_hidden_states_are_inputs_of_the_head_and_residuals_its_gradients(tmp_pa
 @pytest.mark.parametrize(
     ("field", "value", "pattern"),
     [
-        ("head", "fc", r"TinyNet .*`fc`.*\bhead"),
+        ("head", "fc", r"`fc` of TinyNet is no module.*\bhead"),
         ("head", "body", r"`body`.*TinyNet.*Sequential"),
         ("factory", "tests.vision.images_world:Scaled", r"`head`.*Scaled"),
         ("factory", "tests.vision.images_world:Grid", r"`head`.*\b1 times"),

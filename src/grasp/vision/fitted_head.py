@@ -29,15 +29,13 @@ def linear_head(model: nn.Module, name: str) -> nn.Linear:
         ModelError: no such module (the message lists linear layers), or not a linear layer.
     """
     modules = dict(model.named_modules())
-    linear = [module_name for module_name, module in modules.items() if isinstance(module, nn.Linear)]
-    known = f"its linear layers: {', '.join(linear[-5:]) or 'none'}"
-    if name not in modules or not name:
-        raise ModelError(f"model.classifier.head: {type(model).__name__} has no module `{name}`; {known}")
-    head = modules[name]
+    head = modules.get(name) if name else None
     if not isinstance(head, nn.Linear):
+        linear = [module_name for module_name, module in modules.items() if isinstance(module, nn.Linear)]
         raise ModelError(
-            f"model.classifier.head: `{name}` of {type(model).__name__} is a {type(head).__name__}, expected a linear "
-            f"layer; {known}"
+            f"model.classifier.head: `{name}` of {type(model).__name__} is "
+            f"{'no module' if head is None else f'a {type(head).__name__}'}, expected a linear layer; its linear "
+            f"layers: {', '.join(linear[-5:]) or 'none'}"
         )
     return head
 
