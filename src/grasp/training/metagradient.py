@@ -22,7 +22,7 @@ from pydantic import Field
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, ratio
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches as length_batches
 from grasp.models.gradients import Example, UnsupportedLayerError
@@ -101,9 +101,7 @@ class Metagradient:
         value_MNT = self.probe_MNT[is_used_M & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
         std_M1T = value_MNT.std(axis=1, keepdims=True)
         centred_MNT = value_MNT - value_MNT.mean(axis=1, keepdims=True)
-        scaled = np.divide(centred_MNT, std_M1T, out=np.zeros_like(value_MNT), where=std_M1T > 0)
-        mean_NT: F64 = scaled.mean(axis=0)
-        return mean_NT
+        return np.asarray(ratio(centred_MNT, std_M1T).mean(axis=0))
 
     def save(self, path: Path) -> None:
         """Write all arrays as one safetensors file."""
