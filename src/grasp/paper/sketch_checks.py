@@ -87,7 +87,16 @@ def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterat
     if "pooled" in kernel_weights(resolved):
         yield _check_summary(sample, kernels)
         if {"pooled", "output_layer"} <= set(artifact.kernels):
-            yield _compare_kernels(sample)
+            rho_E = spearman(*(sample.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer")))
+            rho = float(np.nanmean(rho_E)) if not np.isnan(rho_E).all() else float("nan")
+            yield judge_check(
+                "pooled and output_layer",
+                f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
+                f"{MIN_KERNEL_RANKS} or more",
+                rho >= MIN_KERNEL_RANKS,
+                "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
+                {"ranks": rho},
+            )
     if isinstance(resolved, InteractionProtocol) and resolved.components:
         for name in WIDTH_SETTINGS:
             yield _check_sketch(sample, kernels, name)
@@ -109,21 +118,6 @@ def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) 
         "rank by the kernel output_layer (without --rule paper), and take geometry, if any, from product.*; the pooled "
         "kernel has lost most of the gradient",
         {"share": kernels.summary_share, "ranks": ranks},
-    )
-
-
-def _compare_kernels(sample: SampledArtifact) -> Check:
-    """Check whether the pooled kernel ranks rows as the kernel over all positions does."""
-    pooled_NE, output_layer_NE = (sample.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
-    rho_E = spearman(pooled_NE, output_layer_NE)
-    rho = float(np.nanmean(rho_E)) if not np.isnan(rho_E).all() else float("nan")
-    return judge_check(
-        "pooled and output_layer",
-        f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
-        f"{MIN_KERNEL_RANKS} or more",
-        rho >= MIN_KERNEL_RANKS,
-        "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
-        {"ranks": rho},
     )
 
 
