@@ -211,7 +211,7 @@ def test_evaluated_predictions_equal_those_of_predict(tmp_path):
 def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
     extra = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
-    results = pa.concat_tables([runs.results, extra.set_column(4, "value", pa.array([0.3]))])
+    results = pa.concat_tables([runs.results, extra.set_column(7, "utility", pa.array([0.3]))])
     predictor = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
     assert predictor.utilities().values_BSE.shape == (30, 1, 1)
     assert np.isnan(predictor.task_utilities(["sciq"])).sum() == 29

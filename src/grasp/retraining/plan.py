@@ -27,7 +27,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
-from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RetrainedRunsInfo, TargetInfo
+from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RunsInfo, TargetInfo
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
@@ -79,7 +79,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
             recipe_record = {"model": settings.model.path, "loss": loss}
             recipe_record |= fine_tuning_recipe(settings).model_dump(mode="json")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-        info = RetrainedRunsInfo(
+        info = RunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,

@@ -382,7 +382,8 @@ def fit_outcomes(
 
     runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
     labels = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
-    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), training_runs.share_measure)
+    measure = training_runs.info.measure if training_runs.info.kind == "shares" else "rows"
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), measure)
     blocks = [featurizer.features(block.weights) for block in alignment.blocks]
     reference_ST = training_runs.task_reference(list(targets.values()))
     if len(reference_ST) == utility_RST.shape[1]:  # trained on the whole corpus with every seed: one more run

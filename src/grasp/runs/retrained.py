@@ -12,13 +12,14 @@
 Several worker processes fill a directory: each takes runs with `claim` and stores their results with `write_run`; at
 the end `compact` merges the results into two tables. Every file is written to a temporary name and renamed, so an
 existing file is complete. `training_runs` defines runs, utilities and environment.json; `utility_tables` reads and
-writes the tables. Shape letters: B subsets, S seeds, E units, T targets, R runs.
+writes the tables of utilities. Shape letters: B subsets, S seeds, E units, T targets, R runs.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Self
 
@@ -34,20 +35,20 @@ from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.runs.training_runs import (
-    FORMAT_VERSION,
+    INFO,
     MAX_EXAMPLES,
+    SIGNED_INFO,
+    SUBSETS,
+    UTILITIES,
     WHOLE_CORPUS_RUN,
-    RetrainedRunsInfo,
     Run,
+    RunsInfo,
     TrainingRuns,
 )
-from grasp.runs.utility_tables import encode_utilities, read_columns, read_utilities
+from grasp.runs.utility_tables import COLUMNS, RESULTS_SCHEMA, encode_utilities, read_results, result_array
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
-from grasp.store.records import Signed
+from grasp.text import plain
 
-INFO = "environment.json"
-SUBSETS = "subsets.parquet"
-UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
 RUNS_DIRECTORY = "runs"
 CLAIMS_DIRECTORY = "claims"
@@ -56,18 +57,6 @@ MARKER = ".grasp-environment"  # lock file of `grasp retrain` while it prepares 
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
 MAX_ID_LENGTH = 40  # characters of a subset id in a message
 MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a message
-
-SIGNED_INFO = Signed(
-    INFO,
-    RetrainedRunsInfo,
-    "the record of an environment",
-    "grasp-environment",
-    FORMAT_VERSION,
-    "restore it from a copy",
-    RunsError,
-    missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
-    "import",
-)
 
 
 def is_environment(path: Path) -> bool:
@@ -81,12 +70,11 @@ def is_environment(path: Path) -> bool:
 class RetrainedRuns(TrainingRuns):
     """Runs of `grasp retrain` in a directory, finished or in progress."""
 
-    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
-        super().__init__(path, info)
-        seeds = f"{len(info.seeds)} seed" + ("s" if len(info.seeds) > 1 else "")
-        model = f"for a model retrained as in {self.name} (recipe {info.recipe}, mean of {seeds})"
-        self.measurement = "change in nats per token", model
-        self.label = None if info.family is None else parse_family(info.family.spec).label
+    @property
+    def measurement(self) -> tuple[str, str]:
+        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
+        model = f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
+        return "change in nats per token", model
 
     # ------------------------------------------------------------------------------------- open, create
 
@@ -102,10 +90,13 @@ class RetrainedRuns(TrainingRuns):
             # the directory is untrusted: reading a named pipe would block forever
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
                 raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
-        return cls(path, SIGNED_INFO.read(path))
+        info = SIGNED_INFO.read(path)
+        if info.metrics:
+            raise RunsError(f"{path}: contains imported runs, expected a directory written by grasp retrain")
+        return cls(path, info)
 
     @classmethod
-    def create(cls, path: Path, info: RetrainedRunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
+    def create(cls, path: Path, info: RunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
         """Create a directory of runs, or continue one that was created with the same settings.
 
         Seeds and subsets may be added; all other settings must be equal.
@@ -134,7 +125,23 @@ class RetrainedRuns(TrainingRuns):
             info = info.model_copy(update=update)
             if (path / INFO).exists():
                 recorded = SIGNED_INFO.read(path)
-                _check_resumable(path, recorded, info, digest)
+                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+                before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
+                problems = list(differences(before, now))
+                if info.seeds[: len(recorded.seeds)] != recorded.seeds:
+                    problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
+                n_recorded = len(recorded.subset_ids)
+                if len(digest.ids) < n_recorded or digest.checksums[n_recorded - 1] != recorded.masks_checksum:
+                    problems.append(
+                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(digest.ids)} with "
+                        f"{digest.checksums[-1]}"
+                    )
+                if problems:
+                    listed = (plain(problem, MAX_DIFFERENCE_LENGTH) for problem in problems)
+                    raise RunsError(
+                        f"{path}: contains runs with other settings: {'; '.join(listed)}; continue with the old "
+                        "settings, or use another directory"
+                    )
                 same_origin = {"made_by": recorded.made_by, "checksum": recorded.checksum}
                 nothing_added = recorded == info.model_copy(update=same_origin)
                 if nothing_added:  # then the record keeps who made it
@@ -167,7 +174,7 @@ class RetrainedRuns(TrainingRuns):
         build = self.info.build_command(self.path)
         next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         notes = (*([failed] if failed else []), *next_commands)
-        return Result(pa.Table.from_pylist(lines), self._headline(), notes)
+        return Result(pa.Table.from_pylist(lines), self._description().headline, notes)
 
     def __repr__(self) -> str:
         return repr(self._description())
@@ -178,14 +185,12 @@ class RetrainedRuns(TrainingRuns):
     def _description(self) -> Result:
         """Return the contents of environment.json, without reading any runs."""
         units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
-        table = pa.table({"target": list(units), "units": list(units.values())})
-        return Result(table, self._headline(), ("summary() shows the results of the runs",))
-
-    def _headline(self) -> str:
-        return (
+        headline = (
             f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
             f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
         )
+        table = pa.table({"target": list(units), "units": list(units.values())})
+        return Result(table, headline, ("summary() shows the results of the runs",))
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -284,11 +289,11 @@ class RetrainedRuns(TrainingRuns):
         all_runs = self.runs()
         assert not self.pending()
         if self._runs_in_single_files():
-            values_RE = self._utilities_RE()
-            for name, of_whole_corpus in ((REFERENCE, True), (UTILITIES, False)):
-                group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == of_whole_corpus]
-                if group:
-                    content = encode_utilities([all_runs[r] for r in group], self.units, values_RE[group])
+            values_RE = self._values_by_subset().swapaxes(0, 1).reshape(len(all_runs), -1)
+            is_whole_R = np.array([run.subset_id == WHOLE_CORPUS_RUN for run in all_runs])
+            for name, selected_R in ((REFERENCE, is_whole_R), (UTILITIES, ~is_whole_R)):
+                if selected_R.any():
+                    content = encode_utilities(list(compress(all_runs, selected_R)), self.units, values_RE[selected_R])
                     write_atomically(self.path / name, content)
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
@@ -352,23 +357,28 @@ class RetrainedRuns(TrainingRuns):
         finished = set(self._runs_in_single_files())
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
-                pairs = read_columns(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
+                pairs = read_results(path, ("subset_id", "seed")).group_by(["subset_id", "seed"]).aggregate([])
                 finished |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
         return finished
 
-    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return utilities of all `runs`, (R, E); nan for unfinished runs."""
-        all_runs, in_single_files = self.runs(), set(self._runs_in_single_files())
-        values_RE = np.full((len(all_runs), len(self.units)), np.nan)
-        for r, run in enumerate(all_runs):
-            with suppress(FileNotFoundError):  # merged and removed in the meantime
-                if run in in_single_files:
-                    values_RE[r] = read_utilities(self._run_path(run), [run], self.units)
-        for path in (self.path / UTILITIES, self.path / REFERENCE):
-            if path.exists():
-                merged_RE = read_utilities(path, all_runs, self.units)
-                values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
-        return values_RE
+    def _values_by_subset(self) -> F64:
+        single_files = [self._run_path(run) for run in self._runs_in_single_files()]
+        tables = [pa.schema([RESULTS_SCHEMA.field(name) for name in COLUMNS]).empty_table()]
+        for path in (*single_files, self.path / UTILITIES, self.path / REFERENCE):
+            with suppress(FileNotFoundError):  # not merged yet, or merged and removed in the meantime
+                tables.append(read_results(path))
+        results = pa.concat_tables(tables)
+        subset_ids = tuple(dict.fromkeys(run.subset_id for run in self.runs()))
+        values_BSE = result_array(results, subset_ids, self.info.seeds, self.units, str(self.path))
+        n_results_BS = np.isfinite(values_BSE).sum(axis=2)
+        has_result_BS = ~np.isnan(values_BSE).all(axis=2)
+        if n_missing := int((len(self.units) - n_results_BS)[has_result_BS].sum()):
+            b, s = np.argwhere(has_result_BS & (n_results_BS < len(self.units)))[0]
+            raise RunsError(
+                f"{self.path}: run {Run(self.info.seeds[s], subset_ids[b]).stem}: {n_missing} utilities are missing, "
+                "nan or infinite; delete these runs and retrain them"
+            )
+        return values_BSE
 
 
 class SubsetDigest:
@@ -398,25 +408,3 @@ class SubsetDigest:
                 self.ids.append(subset_id)
                 self.checksums.append(self._digest.hexdigest())
             yield block
-
-
-def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: SubsetDigest) -> None:
-    """Raise an error that names every difference to recorded runs, except for additional seeds and subsets."""
-    may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-    before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
-    problems = list(differences(before, now))
-    if info.seeds[: len(recorded.seeds)] != recorded.seeds:
-        problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
-    n_recorded = len(recorded.subset_ids)
-    if len(digest.ids) < n_recorded or digest.checksums[n_recorded - 1] != recorded.masks_checksum:
-        problems.append(
-            f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(digest.ids)} with "
-            f"{digest.checksums[-1]}"
-        )
-    if problems:
-        limit = MAX_DIFFERENCE_LENGTH
-        shortened = [text if len(text) < limit else text[:limit] + " ..." for text in problems]
-        raise RunsError(
-            f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
-            "continue with the old settings, or use another directory"
-        )

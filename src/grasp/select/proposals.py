@@ -31,7 +31,7 @@ from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA
+from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
 from grasp.select.budget import parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
@@ -128,7 +128,7 @@ def propose_runs(
         # as row weights, which `grasp retrain` trains on
         k, g = (index.ravel() for index in np.indices(share_KG.shape))
         shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
-        trained = pa.table([pa.array(column) for column in shares], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+        trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
         files = artifact.files
         blocks, _ = row_weights(replace(model.table, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
