@@ -70,6 +70,8 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> Trai
         short_name = metric.removeprefix(target).strip("/").lower()
         prefix = "less_" if table.info.metrics[metric] == "lower" else ""
         units.add("nats" if metric_kind(short_name) == LOSS else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
+    changes = {"lower": "decrease of", "higher": "increase of"}
+    metrics = ", ".join(f"{changes[table.info.metrics[metric]]} {metric}" for metric in metric_of_target.values())
     return replace(
         table,
         info=table.info.model_copy(update=record),
@@ -80,6 +82,7 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> Trai
         ),
         unit=units.pop() if len(units) == 1 else "metric",
         metric_of_target=metric_of_target,
+        measurement=(f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {table.name}"),
         blocks=tuple(blocks),
     )
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.stats import rankdata
 
-from grasp.arrays import F64, Bool, Floats, ratio
+from grasp.arrays import F64, Floats, ratio
 from grasp.text import number, unique_names
 
 # Lowest value of each metric; the highest is 1.
@@ -253,11 +253,6 @@ def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
     )
 
 
-def _varies(values_BE: F64) -> Bool:
-    """Return whether each column has different values, (E,)."""
-    return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
-
-
 def target_metrics(
     target: str,
     predicted_BE: F64 | None,
@@ -291,8 +286,8 @@ def target_metrics(
     resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
     # reasons of undefined values
-    constant_prediction_E, constant_utility_E = ~_varies(predicted_BE), ~_varies(realized_BE)
-    task_reason = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION
+    constant_prediction_E, constant_utility_E = (np.ptp(x_BE, axis=0) == 0 for x_BE in (predicted_BE, realized_BE))
+    task_reason = CONSTANT_UTILITY if np.ptp(task_B) > 0 else CONSTANT_PREDICTION
     unit_reason = NO_DEFINED_UNIT
     undefined = {
         CONSTANT_PREDICTION: int(constant_prediction_E.sum()),

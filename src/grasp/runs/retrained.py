@@ -28,8 +28,8 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
-from grasp.errors import ModelError, RunsError
-from grasp.files import atomic_path, differences, discard, is_part, kind_of, remove_if_stale, write_atomically
+from grasp.errors import RunsError
+from grasp.files import atomic_path, differences, is_part, kind_of, remove_if_stale, write_atomically
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
@@ -70,12 +70,6 @@ def is_environment(path: Path) -> bool:
 class RetrainedRuns(TrainingRuns):
     """Runs of `grasp retrain` in a directory, finished or in progress."""
 
-    @property
-    def measurement(self) -> tuple[str, str]:
-        seeds = f"{len(self.info.seeds)} seed" + ("s" if len(self.info.seeds) > 1 else "")
-        model = f"for a model retrained as in {self.name} (recipe {self.info.recipe}, mean of {seeds})"
-        return "change in nats per token", model
-
     # ------------------------------------------------------------------------------------- open, create
 
     @classmethod
@@ -93,7 +87,9 @@ class RetrainedRuns(TrainingRuns):
         info = SIGNED_INFO.read(path)
         if info.metrics:
             raise RunsError(f"{path}: contains imported runs, expected a directory written by grasp retrain")
-        return cls(path, info)
+        seeds = f"{len(info.seeds)} seed" + ("s" if len(info.seeds) > 1 else "")
+        model = f"for a model retrained as in {path.name} (recipe {info.recipe}, mean of {seeds})"
+        return cls(path, info, measurement=("change in nats per token", model))
 
     @classmethod
     def create(cls, path: Path, info: RunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
@@ -111,18 +107,19 @@ class RetrainedRuns(TrainingRuns):
         """
         path.mkdir(parents=True, exist_ok=True)
         with atomic_path(path / SUBSETS) as temporary:  # replaces the file only if no check fails
-            digest = SubsetDigest()
-            write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
-            unusable = {name for name, count in Counter(digest.ids).items() if count > 1 or name == WHOLE_CORPUS_RUN}
-            unusable |= {name for name in digest.ids if len(Run(0, name).stem) > STEM_BYTES}
-            if unusable or not digest.ids:
+            ids: list[str] = []
+            checksums: list[str] = []
+            digested = _with_checksums(blocks, ids, checksums)
+            write_subsets(temporary, digested, rows, weights=True, compression_level=19)
+            unusable = {name for name, count in Counter(ids).items() if count > 1 or name == WHOLE_CORPUS_RUN}
+            unusable |= {name for name in ids if len(Run(0, name).stem) > STEM_BYTES}
+            if unusable or not ids:
                 listed = [name[:MAX_ID_LENGTH] for name in sorted(unusable)[:MAX_EXAMPLES]]
                 raise RunsError(
-                    f"{path / SUBSETS}: subset ids {listed} of {len(digest.ids)} are repeated, reserved or take over "
+                    f"{path / SUBSETS}: subset ids {listed} of {len(ids)} are repeated, reserved or take over "
                     f"{STEM_BYTES} bytes in the name of a file; expected at least one subset, each with a unique name"
                 )
-            update = {"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]}
-            info = info.model_copy(update=update)
+            info = info.model_copy(update={"subset_ids": tuple(ids), "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
                 recorded = SIGNED_INFO.read(path)
                 may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
@@ -131,10 +128,10 @@ class RetrainedRuns(TrainingRuns):
                 if info.seeds[: len(recorded.seeds)] != recorded.seeds:
                     problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
                 n_recorded = len(recorded.subset_ids)
-                if len(digest.ids) < n_recorded or digest.checksums[n_recorded - 1] != recorded.masks_checksum:
+                if len(ids) < n_recorded or checksums[n_recorded - 1] != recorded.masks_checksum:
                     problems.append(
-                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(digest.ids)} with "
-                        f"{digest.checksums[-1]}"
+                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(ids)} with "
+                        f"{checksums[-1]}"
                     )
                 if problems:
                     listed = (plain(problem, MAX_DIFFERENCE_LENGTH) for problem in problems)
@@ -170,7 +167,7 @@ class RetrainedRuns(TrainingRuns):
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
-        failed = self._failed_line()
+        failed = self.failed_line()
         build = self.info.build_command(self.path)
         next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         notes = (*([failed] if failed else []), *next_commands)
@@ -217,11 +214,12 @@ class RetrainedRuns(TrainingRuns):
                 purpose=info.family.purpose,
                 block=block,
             )
-        digest = SubsetDigest()
-        yield from digest.update_with(blocks)
-        if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
+        ids: list[str] = []
+        checksums: list[str] = []
+        yield from _with_checksums(blocks, ids, checksums)
+        if tuple(ids) != info.subset_ids or checksums[-1] != info.masks_checksum:
             raise RunsError(
-                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
+                f"{self.path}: {len(ids)} subsets with checksum {checksums[-1]}, expected "
                 f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
 
@@ -239,7 +237,7 @@ class RetrainedRuns(TrainingRuns):
 
     def untried(self) -> tuple[Run, ...]:
         """Return the runs that have neither a result nor failed."""
-        failed = self._failures()
+        failed = self.failures()
         return tuple(run for run in self.pending() if run.stem not in failed)
 
     def claim(self, *, ttl: float = TTL_SECONDS) -> tuple[Run, Lease] | None:
@@ -313,27 +311,14 @@ class RetrainedRuns(TrainingRuns):
         (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
         write_atomically(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
 
-    def forget_failures(self) -> None:
-        """Delete the records of failed runs, so that they are retried."""
-        discard(self.path / FAILED_DIRECTORY)
-
-    def refuse_all_failed(self) -> None:
-        """Check that at least one run did not fail.
-
-        Raises:
-            ModelError: all runs failed.
-        """
-        if len(self._failures()) == len(self.runs()):
-            raise ModelError(f"{self.path}: {self._failed_line()}")
-
-    def _failures(self) -> dict[str, str]:
+    def failures(self) -> dict[str, str]:
         """Return the error messages of failed runs by stem."""
         files = sorted((self.path / FAILED_DIRECTORY).glob("[!.]*.txt"))
         return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
-    def _failed_line(self) -> str | None:
+    def failed_line(self) -> str | None:
         """Return the number of failed runs with the error of the first one; None if no run failed."""
-        failed = self._failures()
+        failed = self.failures()
         if not failed:
             return None
         stem, message = next(iter(failed.items()))
@@ -381,30 +366,22 @@ class RetrainedRuns(TrainingRuns):
         return values_BSE
 
 
-class SubsetDigest:
-    """Running checksum of subset ids, rows, and weights other than 1, in order.
+def _with_checksums(blocks: Iterable[SubsetBlock], ids: list[str], checksums: list[str]) -> Iterator[SubsetBlock]:
+    """Yield blocks unchanged, and append the id of each subset, and a checksum of all subsets up to and including it.
 
-    Attributes:
-        ids: subset ids so far.
-        checksums: checksum of the subsets up to and including each one, to recognize runs to which subsets are added.
+    The checksum is that of ids, rows, and weights other than 1, in order. That of each subset recognizes runs to which
+    subsets are added.
     """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.ids: list[str] = []
-        self.checksums: list[str] = []
-
-    def update_with(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
-        """Yield the blocks unchanged while adding them to the checksum."""
-        for block in blocks:
-            matrix = block.weights_BN
-            for b, subset_id in enumerate(block.subset_ids):
-                entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
-                order = np.argsort(matrix.indices[entries])
-                rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
-                self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
-                if (weights != 1.0).any():
-                    self._digest.update(weights.astype("<f8").tobytes())
-                self.ids.append(subset_id)
-                self.checksums.append(self._digest.hexdigest())
-            yield block
+    digest = hashlib.blake2b(digest_size=16)
+    for block in blocks:
+        matrix = block.weights_BN
+        for b, subset_id in enumerate(block.subset_ids):
+            entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
+            order = np.argsort(matrix.indices[entries])
+            rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
+            digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
+            if (weights != 1.0).any():
+                digest.update(weights.astype("<f8").tobytes())
+            ids.append(subset_id)
+            checksums.append(digest.hexdigest())
+        yield block

@@ -34,7 +34,6 @@ from grasp.runs.training_runs import (
     SIGNED_INFO,
     SUBSETS,
     UTILITIES,
-    Run,
     RunsInfo,
     TrainingRuns,
 )
@@ -106,7 +105,7 @@ class RunTable(TrainingRuns):
             sum_of_line = np.array([sum_of_run[run] for run in trained["subset_id"].to_pylist()])
             sum_of_line[np.abs(sum_of_line - 1.0) <= ROUNDING] = 1.0
             trained = trained.set_column(2, "weight", pa.array(trained["weight"].to_numpy() / sum_of_line))
-        runs = cls(path, info, notes, trained=trained, results=results)
+        runs = cls(path, info, tuple(notes), trained=trained, results=results)
         # No model can be fitted to runs with the same mixture.
         is_mixture = info.kind in ("shares", "times") and len(runs) >= MIN_MIXTURES
         if is_mixture and len(np.unique(runs.weights_RG().round(MIXTURE_DECIMALS), axis=0)) < MIN_MIXTURES:
@@ -211,15 +210,6 @@ class RunTable(TrainingRuns):
         return values_RST
 
     # ------------------------------------------------------------------------- runs that are bound to an artifact
-
-    @property
-    def measurement(self) -> tuple[str, str]:
-        changes = {"lower": "decrease of", "higher": "increase of"}
-        metrics = ", ".join(f"{changes[self.info.metrics[name]]} {name}" for name in self.metric_of_target.values())
-        return f"{metrics} (above 0 is better)", f"by the {len(self)} runs of {self.name}"
-
-    def pending(self) -> tuple[Run, ...]:
-        return ()
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256

@@ -188,6 +188,7 @@ class TrainingRuns(ABC):
         notes: notes for reports.
         unit: unit of the utilities, used as column name.
         metric_of_target: metric of each target, for imported runs.
+        measurement: text that describes the measured utility, and text that describes the models.
     """
 
     path: Path
@@ -195,15 +196,11 @@ class TrainingRuns(ABC):
     notes: Sequence[str] = ()
     unit: str = "nats"
     metric_of_target: Mapping[str, str] = field(default_factory=dict)
+    measurement: tuple[str, str] = ("", "")
 
-    @property
-    @abstractmethod
-    def measurement(self) -> tuple[str, str]:
-        """Text that describes the measured utility, and text that describes the models."""
-
-    @abstractmethod
     def pending(self) -> tuple[Run, ...]:
         """Return the runs without a result."""
+        return ()
 
     @abstractmethod
     def subset_blocks(
