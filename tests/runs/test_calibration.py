@@ -307,7 +307,7 @@ def test_runs_of_another_corpus_are_refused_with_the_missing_values(artifact):
         (imported(metric="arc/acc")[0], "metrics arc/acc.*targets sciq, boolq"),
         (misspelled, r"unknown column 'opic' \(did you mean 'topic'\?\).*again with --label"),
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
-        (strange, "1 rows or documents are not in the artifact: nowhere"),
+        (strange, r"subset 'b' names 1 rows that the corpus does not have, e\.g\. \['nowhere'\]"),
     ):
         with pytest.raises(RunsError, match=pattern):
             fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)

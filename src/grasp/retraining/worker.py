@@ -29,7 +29,7 @@ from transformers.utils import logging as hf_logging
 from grasp.arrays import F64
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
-from grasp.files import atomic_path, discard
+from grasp.files import atomic_path, discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
@@ -297,7 +297,8 @@ class Worker:
             utility_E = utility_by_command(words, run, weight_N, directory, self.tokenizer, self.tokens, self.device)
             self.retrained.write_run(run, utility_E)
         except GraspError as err:
-            self.retrained.mark_failed(run, str(err))
+            (directory / FAILED_DIRECTORY).mkdir(exist_ok=True)
+            write_atomically(directory / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(str(err).split()).encode())
 
 
 class _Clock:

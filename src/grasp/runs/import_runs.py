@@ -355,15 +355,13 @@ def _resolve_directions(
 ) -> dict[str, Direction]:
     """Return whether higher or lower is better: by the results files, else by `higher` and `lower`, else by name."""
     directions: dict[str, Direction] = {}
-    unknown = []
     for metric in metrics:
         requested: Direction | None = (
             "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
         )
         if direction := directions_in_files.get(metric) or requested or direction_by_name(metric):
             directions[metric] = direction
-        else:
-            unknown.append(metric)
+    unknown = [metric for metric in metrics if metric not in directions]
     if unknown:
         others = f" (likewise {', '.join(unknown[1:])})" if unknown[1:] else ""
         raise RunsError(

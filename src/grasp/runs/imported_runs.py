@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from scipy.sparse import csr_array
+import pandas as pd
+import pyarrow as pa
 
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_amounts
 from grasp.errors import RunsError, SubsetError
-from grasp.predict.subset_tables import RowIndex
+from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, Weights
 from grasp.runs.alignment import unit_fingerprints
 from grasp.runs.metric_names import LOSS, metric_kind
@@ -113,7 +114,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
-        return _weights_from_row_ids(runs, table, RowIndex.from_parquet(artifact.rows_path))
+        return _weights_from_row_ids(runs, table, artifact)
     return _weights_from_label(runs, table, artifact)
 
 
@@ -152,28 +153,26 @@ def _weights_from_label(
     return blocks, [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
 
 
-def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:
+def _weights_from_row_ids(
+    runs: RunTable, table: LabelTable, artifact: ArtifactReader
+) -> tuple[list[SubsetBlock], list[str]]:
     """Convert weights by document id if all names are documents, otherwise by row id.
 
     The first row of a document that is split has the name of the document, but only documents can be listed without
     names such as `NAME#1`.
     """
-    rows_of_name, notes = {str(row_id): [n] for n, row_id in enumerate(index.ids().to_pylist())}, []
+    index, trained, notes = RowIndex.from_parquet(artifact.rows_path), runs.trained, []
     if "doc_id" in table.columns:
         column = table.column("doc_id")
-        sorted_rows_N = np.argsort(column.codes_N, kind="stable")
-        rows_by_code = np.split(sorted_rows_N, np.cumsum(column.counts)[:-1])
-        rows_of_document = {str(name): rows.tolist() for name, rows in zip(column.values, rows_by_code, strict=True)}
-        if all(name in rows_of_document for name in runs.values):
-            rows_of_name = rows_of_document
-            n_rows = sum(len(rows_of_name[name]) for name in runs.values)
+        document_N = np.array([str(value) for value in column.values], object)[column.codes_N]
+        if set(runs.values) <= set(document_N):
+            rows_of_document = pd.DataFrame({"row_id": document_N, "row": index.ids().to_pylist()})
+            frame = trained.to_pandas().merge(rows_of_document, on="row_id")
+            trained = pa.table({"subset_id": frame["subset_id"], "row_id": frame["row"], "weight": frame["weight"]})
+            n_rows = frame["row"].nunique()
             if n_rows > len(runs.values):
                 notes.append(f"the names are read as {len(runs.values):,} documents, with {n_rows:,} rows")
-    if missing := [name for name in runs.values if name not in rows_of_name]:
-        raise RunsError(
-            f"{runs.name}: {len(missing)} rows or documents are not in the artifact: {', '.join(missing[:MAX_LISTED])}"
-        )
-    rows_G = [rows_of_name[name] for name in runs.values]
-    indptr, indices = np.cumsum([0, *map(len, rows_G)]), np.concatenate(rows_G)
-    row_GN = csr_array((np.ones(len(indices)), indices, indptr), shape=(len(rows_G), index.n_rows))
-    return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ row_GN))], notes
+    try:
+        return list(read_subsets(trained, index)), notes
+    except SubsetError as err:
+        raise RunsError(f"{runs.name}: {err}") from err

@@ -306,11 +306,6 @@ class RetrainedRuns(TrainingRuns):
 
     # --------------------------------------------------------------------------------------- failed runs
 
-    def mark_failed(self, run: Run, message: str) -> None:
-        """Record the error message of a failed run."""
-        (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
-        write_atomically(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
-
     def failures(self) -> dict[str, str]:
         """Return the error messages of failed runs by stem."""
         files = sorted((self.path / FAILED_DIRECTORY).glob("[!.]*.txt"))

@@ -24,6 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
+from grasp.mixtures import rounded_shares
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
@@ -44,6 +45,7 @@ QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
 # A proposal is exploratory if more than this share of the candidates have a higher predicted mean.
 EXPLORATION_SHARE = 0.5
 BISECTION_STEPS = 80  # of `project_to_bounds`
+SHARE_DIGITS = 4  # decimal digits of proposed shares
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,7 +124,7 @@ def propose_runs(
         project_to_bounds(np.stack(drawn), low_G, high_G), project_to_bounds(mean_G[None], low_G, high_G)[0]
     )
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
-    share_KG = share_CG[selected_K]
+    share_KG = np.stack([rounded_shares(share_CG[k], SHARE_DIGITS) for k in selected_K])
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
         # as row weights, which `grasp retrain` trains on
