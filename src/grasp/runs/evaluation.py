@@ -113,20 +113,9 @@ class Evaluation(Result):
 
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
-        heading, *body = self._table_lines()
-        text, group = [plain(self.headline), heading[1]], "predictor"
-        for method_role, line in body:
-            if method_role != group:
-                text.append(GROUP_HEADINGS[method_role])
-                group = method_role
-            text.append(line)
-        return "\n".join([*text, *map(plain, self._explanations())])
-
-    def _table_lines(self) -> list[tuple[MethodRole, str]]:
-        """Return the aligned lines of the printed table, each with the role of its method; first the headings."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
         group_order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
-        roles: list[MethodRole] = ["predictor"]
+        roles: list[MethodRole] = []
         rows: list[list[str]] = []
         for result in sorted(self.methods, key=lambda result: group_order.index(result.predictions.method_role)):
             cost, cost_cells = result.predictions.cost, ["-", "-"]  # the cells of `COST_COLUMNS`
@@ -146,7 +135,14 @@ class Evaluation(Result):
                 rows.append([result.method, name, str(metrics.n_units), *cells, *(cost_cells if with_cost else [])])
                 roles.append(result.predictions.method_role)
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
-        return list(zip(roles, text_table("", headings, rows, left=2).splitlines(), strict=True))
+        heading, *lines = text_table("", headings, rows, left=2).splitlines()
+        text, group = [plain(self.headline), heading], "predictor"
+        for method_role, line in zip(roles, lines, strict=True):
+            if method_role != group:
+                text.append(GROUP_HEADINGS[method_role])
+                group = method_role
+            text.append(line)
+        return "\n".join([*text, *map(plain, self._explanations())])
 
     def marks(self) -> list[str]:
         """Return explanations of the marks that occur."""

@@ -115,13 +115,7 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
         return _weights_from_row_ids(runs, table, artifact)
-    return _weights_from_label(runs, table, artifact)
-
-
-def _weights_from_label(
-    runs: RunTable, table: LabelTable, artifact: ArtifactReader
-) -> tuple[list[SubsetBlock], list[str]]:
-    """Convert weights of label values, which are shares of a mixture, or numbers of times that a value is seen."""
+    # weights of label values, which are shares of a mixture, or numbers of times that a value is seen
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)

@@ -62,7 +62,7 @@ MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a 
 def is_environment(path: Path) -> bool:
     """Return whether the directory contains retrained runs."""
     try:
-        return bool(SIGNED_INFO.read(path))
+        return not SIGNED_INFO.read(path).metrics
     except RunsError:
         return False
 
