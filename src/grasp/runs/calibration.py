@@ -29,7 +29,7 @@ from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metric_names import metric_kinds
 from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import RunTable, constant_note
+from grasp.runs.table import constant_note
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
@@ -346,9 +346,7 @@ def learning_curve(predictor: OutcomePredictor) -> LearningCurve | None:
     return LearningCurve(tuple([0, *counts][k] for k in defined), rho.mean(axis=1), rho.std(axis=1, ddof=1))
 
 
-def fit_outcomes(
-    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
-) -> OutcomePredictor:
+def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> OutcomePredictor:
     """Fit a predictor of changes in the unit of the runs.
 
     Args:
