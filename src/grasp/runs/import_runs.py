@@ -313,7 +313,7 @@ class _WideTable:
         is_failed_R &= skip_failed
         kept = np.flatnonzero(~is_failed_R)
         seeds, sizes = (self.metadata[name].to_pylist() for name in ("seed", "size"))
-        fields_of_run = [
+        fields_of_run: list[Any] = [
             [self.runs[r] for r in kept],
             [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in kept],
             [None if sizes[r] is None else str(sizes[r]) for r in kept],

@@ -93,7 +93,9 @@ class Predictions:
         if only_task:
             task_B, values_BE = values_BE.mean(axis=1) if task_B is None else task_B, None
         for values in (values_BE, task_B):
-            invalid = [] if values is None else np.argwhere(~(np.abs(values) <= MAX_PREDICTION))  # nan compares false
+            if values is None:
+                continue
+            invalid = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))  # nan compares false
             if len(invalid):
                 index = tuple(invalid[0].tolist())
                 raise RunsError(
