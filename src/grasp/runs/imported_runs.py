@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 
 from grasp.artifact.label_table import LabelTable
@@ -160,7 +159,7 @@ def _weights_from_row_ids(
         column = table.column("doc_id")
         document_N = np.array([str(value) for value in column.values], object)[column.codes_N]
         if set(runs.values) <= set(document_N):
-            rows_of_document = pd.DataFrame({"row_id": document_N, "row": index.ids().to_pylist()})
+            rows_of_document = pa.table({"row_id": document_N, "row": index.ids()}).to_pandas()
             frame = trained.to_pandas().merge(rows_of_document, on="row_id")
             trained = pa.table({"subset_id": frame["subset_id"], "row_id": frame["row"], "weight": frame["weight"]})
             n_rows = frame["row"].nunique()

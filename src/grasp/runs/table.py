@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,6 +26,7 @@ from grasp.errors import RunsError
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import MAX_WEIGHT, MIN_WEIGHT, SubsetBlock
 from grasp.runs.gaussian_process import varies
+from grasp.runs.metrics import mean_defined
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import (
@@ -186,7 +186,7 @@ class RunTable(TrainingRuns):
         for size, other in itertools.combinations(self.sizes, 2):
             common = [name for name in self.metrics if (size, name) in rho and (other, name) in rho]
             counts = [int((n_runs[size, name] * n_runs[other, name]).sum()) for name in common]
-            mean_rho = pd.Series([rho.loc[(size, name), (other, name)] for name in common], dtype=float).mean()
+            mean_rho = mean_defined(np.array([rho.loc[(size, name), (other, name)] for name in common]), axis=0)
             agreements.append((size, other, max(counts, default=0), float(mean_rho)))
         return agreements
 
