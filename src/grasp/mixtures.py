@@ -25,7 +25,6 @@ MEASURES = ("rows", "tokens", "documents")
 TABLE_SUFFIX = ".csv"  # such a file is a table of runs, unless it is in a directory of mixtures
 MAX_FILE_BYTES = 4 << 20
 DIGITS = 8  # decimal digits of weights
-ROUNDING = 1e-9  # a share that is below a decimal by no more than this times the last digit is this decimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,11 @@ class MixtureWeights:
     def shares(self, measure: str) -> F64:
         """Return the shares of rows, tokens or documents in the mixture, (G,): decimals that add up to 1."""
         seen_G = self.times_G * self.size_G[measure]
-        return rounded_shares(seen_G / seen_G.sum(), DIGITS)
+        unrounded_G = seen_G / seen_G.sum() * 10**DIGITS
+        share_G = np.floor(unrounded_G)
+        n_missing = round(10**DIGITS - share_G.sum())
+        share_G[np.argsort(share_G - unrounded_G, kind="stable")[:n_missing]] += 1  # the largest remainders
+        return np.asarray(share_G / 10**DIGITS)
 
     def names(self) -> tuple[str, ...]:
         """Return distinct names for files that consist of letters, digits, `-`, `_` and `.`."""
@@ -69,15 +72,6 @@ class MixtureFile:
 
     measure: str
     weight_of: Mapping[str, float]
-
-
-def rounded_shares(share_G: F64, digits: int) -> F64:
-    """Round shares that add up to 1 to decimals that add up to 1, (G,); a share of so many digits is not changed."""
-    unrounded_G = share_G * 10**digits
-    rounded_G = np.floor(unrounded_G + ROUNDING)
-    n_missing = round(10**digits - rounded_G.sum())
-    rounded_G[np.argsort(rounded_G - unrounded_G, kind="stable")[:n_missing]] += 1  # the largest remainders
-    return np.asarray(rounded_G / 10**digits)
 
 
 def check_format(path: Path | None, form: str) -> None:

@@ -24,7 +24,6 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
-from grasp.mixtures import rounded_shares
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
@@ -46,6 +45,7 @@ QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
 EXPLORATION_SHARE = 0.5
 BISECTION_STEPS = 80  # of `project_to_bounds`
 SHARE_DIGITS = 4  # decimal digits of proposed shares
+ROUNDING = 1e-6  # a share that differs from a decimal by no more than this times the last digit is this decimal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +124,10 @@ def propose_runs(
         project_to_bounds(np.stack(drawn), low_G, high_G), project_to_bounds(mean_G[None], low_G, high_G)[0]
     )
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
-    share_KG = np.stack([rounded_shares(share_CG[k], SHARE_DIGITS) for k in selected_K])
+    share_KG = share_CG[selected_K]
+    rounded_KG = np.stack([round_shares(share_G, low_G, high_G) for share_G in share_KG])
+    has_prediction_K1 = (model.has_prediction(rounded_KG) >= model.has_prediction(share_KG))[:, None]
+    share_KG = np.where(has_prediction_K1, rounded_KG, share_KG)  # one at the end of the range is not rounded
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
         # as row weights, which `grasp retrain` trains on
@@ -251,6 +254,18 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
         is_above_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
         low_B1, high_B1 = np.where(is_above_B1, low_B1, middle_B1), np.where(is_above_B1, middle_B1, high_B1)
     return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
+
+
+def round_shares(share_G: F64, low_G: F64, high_G: F64) -> F64:
+    """Return decimals of SHARE_DIGITS digits within bounds that add up to 1; the shares themselves if impossible."""
+    scale = 10**SHARE_DIGITS
+    least_G, most_G = np.ceil(low_G * scale - ROUNDING), np.floor(high_G * scale + ROUNDING)
+    rounded_G = np.clip(np.floor(share_G * scale + ROUNDING), least_G, most_G)
+    by_remainder = np.argsort(rounded_G - share_G * scale, kind="stable")
+    n_missing = max(round(scale - rounded_G.sum()), 0)
+    rounded_G[by_remainder[(rounded_G < most_G)[by_remainder]][:n_missing]] += 1
+    is_valid = rounded_G.sum() == scale and (least_G <= rounded_G).all()
+    return np.asarray(rounded_G / scale if is_valid else share_G)
 
 
 def most_informative(
