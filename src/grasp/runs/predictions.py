@@ -88,10 +88,11 @@ class Predictions:
                     f"{missing[:MAX_EXAMPLES]}; expected all"
                 )
         b = [row_of[name] for name in subset_ids]
-        values_BE: F64 | None = self.values_BE[np.ix_(b, [column_of[name] for name in requested_units])]
+        unit_BE = self.values_BE[np.ix_(b, [column_of[name] for name in requested_units])]
         task_B = self.task_B[target][b] if target in self.task_B else None
-        if only_task:
-            task_B, values_BE = values_BE.mean(axis=1) if task_B is None else task_B, None
+        if only_task and task_B is None:
+            task_B = unit_BE.mean(axis=1)
+        values_BE = None if only_task else unit_BE
         for values in (values_BE, task_B):
             if values is None:
                 continue

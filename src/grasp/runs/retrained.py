@@ -134,9 +134,9 @@ class RetrainedRuns(TrainingRuns):
                         f"{checksums[-1]}"
                     )
                 if problems:
-                    listed = (plain(problem, MAX_DIFFERENCE_LENGTH) for problem in problems)
+                    shortened = (plain(problem, MAX_DIFFERENCE_LENGTH) for problem in problems)
                     raise RunsError(
-                        f"{path}: contains runs with other settings: {'; '.join(listed)}; continue with the old "
+                        f"{path}: contains runs with other settings: {'; '.join(shortened)}; continue with the old "
                         "settings, or use another directory"
                     )
                 same_origin = {"made_by": recorded.made_by, "checksum": recorded.checksum}
