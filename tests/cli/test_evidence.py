@@ -257,7 +257,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--oracle", "ridge:colour"], "colour"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
-        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", "nowhere"], "nowhere: no such file or directory"),
         (["--runs", __file__], "is not an environment"),
     ],
 )

@@ -110,7 +110,7 @@ class MixtureModel:
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
         gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
-        sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
+        sign_T = table.sign_T
         return cls(table, share_RG, gaussian_process, weights_T, sign_T, constant, kinds)
 
     @property

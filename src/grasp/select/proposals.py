@@ -31,7 +31,7 @@ from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA
+from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
 from grasp.select.budget import parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
@@ -44,6 +44,8 @@ QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
 # A proposal is exploratory if more than this share of the candidates have a higher predicted mean.
 EXPLORATION_SHARE = 0.5
 BISECTION_STEPS = 80  # of `project_to_bounds`
+SHARE_DIGITS = 4  # decimal digits of proposed shares
+ROUNDING = 1e-6  # a share that differs from a decimal by no more than this times the last digit is this decimal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -123,12 +125,15 @@ def propose_runs(
     )
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
     share_KG = share_CG[selected_K]
+    rounded_KG = np.stack([round_shares(share_G, low_G, high_G) for share_G in share_KG])
+    has_prediction_K1 = (model.has_prediction(rounded_KG) >= model.has_prediction(share_KG))[:, None]
+    share_KG = np.where(has_prediction_K1, rounded_KG, share_KG)  # one at the end of the range is not rounded
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
         # as row weights, which `grasp retrain` trains on
         k, g = (index.ravel() for index in np.indices(share_KG.shape))
         shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
-        trained = pa.table([pa.array(column) for column in shares], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+        trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
         files = artifact.files
         blocks, _ = row_weights(replace(model.table, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
@@ -249,6 +254,18 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
         is_above_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
         low_B1, high_B1 = np.where(is_above_B1, low_B1, middle_B1), np.where(is_above_B1, middle_B1, high_B1)
     return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
+
+
+def round_shares(share_G: F64, low_G: F64, high_G: F64) -> F64:
+    """Return decimals of SHARE_DIGITS digits within bounds that add up to 1; the shares themselves if impossible."""
+    scale = 10**SHARE_DIGITS
+    least_G, most_G = np.ceil(low_G * scale - ROUNDING), np.floor(high_G * scale + ROUNDING)
+    rounded_G = np.clip(np.floor(share_G * scale + ROUNDING), least_G, most_G)
+    by_remainder = np.argsort(rounded_G - share_G * scale, kind="stable")
+    n_missing = max(round(scale - rounded_G.sum()), 0)
+    rounded_G[by_remainder[(rounded_G < most_G)[by_remainder]][:n_missing]] += 1
+    is_valid = rounded_G.sum() == scale and (least_G <= rounded_G).all()
+    return np.asarray(rounded_G / scale if is_valid else share_G)
 
 
 def most_informative(
