@@ -217,11 +217,9 @@ class Constraints:
         """
         unit: Unit = budget.unit or "rows"
         allowed_M, labels = items.allowed_M, items.labels
-        cost_M = np.broadcast_to(np.int64(1), len(allowed_M))  # needs no memory
-        if unit == "tokens":
-            cost_M = items.tokens_M
-        elif unit == "rows" and items.rows_M is not None:
-            cost_M = items.rows_M
+        cost_M = items.rows_M if unit == "rows" else items.tokens_M
+        if unit == "documents":
+            cost_M = np.broadcast_to(np.int64(1), len(allowed_M))  # needs no memory
         pool_cost = cost_M[allowed_M]
         total, pool_total = int(cost_M.sum()), int(pool_cost.sum())
         size = budget.resolve(total)
@@ -304,17 +302,11 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     Returns:
         Indices of the selected items, best first.
     """
-    if not constraints.has_label_constraints:
-        return _take_what_fits(order_P, constraints)
-    if not constraints.costs_differ:
-        return _take_by_counts(order_P, constraints)
-    return _take_with_reserves(order_P, constraints)
-
-
-def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:
-    """Select without floors and caps: append runs of consecutive items that fit, and skip items that do not."""
+    if constraints.has_label_constraints:
+        return (_take_with_reserves if constraints.costs_differ else _take_by_counts)(order_P, constraints)
     if not constraints.costs_differ:
         return order_P[: constraints.budget]
+    # append runs of consecutive items that fit, and skip items that do not
     cost_P = constraints.cost_M[order_P]
     segments = [order_P[:0]]
     start, remaining = 0, constraints.budget
@@ -388,7 +380,18 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     location = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
     columns: tuple[str, ...] = NAME_COLUMNS
     if isinstance(exclude, Path | str):
-        exclude, columns = _read_names(Path(exclude))
+        path = Path(exclude)
+        with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
+            if path.suffix != ".parquet":
+                lines = path.read_text(encoding="utf-8-sig").split("\n")
+                exclude = [line.rstrip("\r") for line in lines if line.strip()]
+            else:
+                in_file = pq.read_schema(path).names
+                columns = tuple(name for name in NAME_COLUMNS if name in in_file)[:1]
+                if not columns:
+                    raise SettingsError(f"exclude: {path}: has columns {in_file}; expected {EXPECTED_FILE}")
+                names = plain_values(read_checksummed(path, columns).column(0))
+                exclude = [str(label_text(name)) for name in names if name is not None]
     values = pa.array(sorted(set(exclude)), pa.string())
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     is_known = np.zeros(len(values), dtype=np.bool_)
@@ -409,18 +412,3 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
         )
     n_unknown = int((~is_known).sum())
     return mask_N, f"{location}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {n_unknown:,} are unknown"
-
-
-def _read_names(path: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Return the names in a file, and the columns of the artifact that they are values of."""
-    with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
-        if path.suffix != ".parquet":
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-            return [line.rstrip("\r") for line in lines if line.strip()], NAME_COLUMNS
-        columns = pq.read_schema(path).names
-        name_columns = [name for name in NAME_COLUMNS if name in columns]
-        if not name_columns:
-            raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED_FILE}")
-        column = name_columns[0]
-        names = plain_values(read_checksummed(path, [column]).column(0))
-        return [str(label_text(name)) for name in names if name is not None], (column,)

@@ -243,6 +243,11 @@ class SelectionObjective:
         # NaN: a target without runs, which does not count
         return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
+    def result_fields(self, targets: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `OptimizationResult` other than those of `Result`."""
+        fields = {"unit": self.predictor.unit, "protocol": self.predictor.protocol, "artifact": self.artifact}
+        return {"targets": targets, "value": value, "params": params, **fields}
+
     def evaluate(
         self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None
     ) -> tuple[pa.Table, tuple[str, ...]]:

@@ -115,7 +115,7 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
         gradient_N = model.row_gradients(
             items.subsets(selected_M[None]), objective.weights_T, cautious=objective.cautious
         )
-        gradient_M = items.mean(gradient_N)
+        gradient_M = np.bincount(items.item_N, gradient_N) / items.rows_M
         score_BM = _scores_towards_corner(gradient_M, selected_M, _best_masks(gradient_M[None], constraints)[0])
         mask_BM = _best_masks(score_BM, constraints)
         value_B = objective.predicted_by_runs(items.subsets(mask_BM))
@@ -175,7 +175,7 @@ def _values_of_prefixes(objective: SelectionObjective, items: Items, ranked_rows
     added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), items.n_rows))
     sums = objective.predictor.sums(Weights(added_BN)).cumulative()
     tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
-    last_B = items.per_row(items.effect_M)[ranked_rows[np.asarray(sizes) - 1]]
+    last_B = items.effect_M[items.item_N[ranked_rows[np.asarray(sizes) - 1]]]
     columns = (np.asarray(sizes), tokens_B, last_B, objective.value(sums))
     return Curve(*(tuple(column.tolist()) for column in columns))
 
@@ -191,7 +191,7 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
     """
     order_P = ranked(items.effect_M, among_N=items.allowed_M)
     ranked_rows = items.ranked_rows(order_P)
-    n_rows_P = np.arange(1, len(order_P) + 1) if items.rows_M is None else np.cumsum(items.rows_M[order_P])
+    n_rows_P = np.cumsum(items.rows_M[order_P])
     errors: list[SettingsError] = []
 
     def constrained_value(n_rows: int) -> float:
