@@ -10,6 +10,7 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import grasp
@@ -52,7 +53,7 @@ def render(findings: Findings, live: str = "") -> str:
     data = json_text(payload(findings), None)  # &, < and > are escaped, so text cannot close the script element
     for sign in "&<>":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    targets = unique_names(findings.targets, MAX_CELL_CHARS)
+    targets, artifact_name = unique_names(findings.targets, MAX_CELL_CHARS), Path(findings.artifact_path).resolve().name
     fidelity = views.fidelity(findings)
     absent = {
         "whatif": not findings.labels,
@@ -62,7 +63,7 @@ def render(findings: Findings, live: str = "") -> str:
 
     page: str = template().render(
         findings=findings,
-        title=f"{name(findings.name)}: data attribution report",
+        artifact=name(artifact_name),
         version=grasp.__version__,
         live=live,
         policy=(  # no network except the server of the page, and no script except the one with this hash
@@ -76,7 +77,7 @@ def render(findings: Findings, live: str = "") -> str:
         targets=targets,
         target_options=[[str(t), target] for t, target in enumerate(targets)],
         label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
-        labels=[views.slices(label, targets) for label in findings.labels],
+        labels=[views.slices(label) for label in findings.labels],
         headline=views.headline(findings, targets),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),

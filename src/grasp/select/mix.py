@@ -32,7 +32,7 @@ from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
-from grasp.select.budget import parse_amount, parse_shares, parse_tokens
+from grasp.select.budget import ROUNDING, check_share_bounds, parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
@@ -47,13 +47,11 @@ if TYPE_CHECKING:
     from grasp.runs.table import RunTable
     from grasp.runs.training_runs import TrainingRuns
 
-MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
 MAX_LINES_SHOWN = 30  # rows of the printed table
 MIXTURE = "mixture"  # name of the subset
 MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
 TINY = 1e-12  # smallest divisor
-ROUNDING = 1e-12  # tolerance of sums of shares
 MAX_RELATIVE_GAP = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
 
 
@@ -280,35 +278,21 @@ def _bounds(
 ) -> tuple[F64, F64]:
     """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values."""
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
-    requested = [
-        parse_shares(texts, flag, slices.label, names, slices.n_grouped)
-        for flag, texts in (("floor", floor), ("cap", cap))
-    ]
-    floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
+    requested_G, cap_G = parse_shares(floor, cap, slices.label, names, slices.n_grouped)
+    floor_G, cap_G = np.nan_to_num(requested_G), np.nan_to_num(cap_G, nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound
     default_low_G = current_G / max_repeat
-    low_G = np.where(np.isnan(requested[0]), default_low_G, floor_G)
+    low_G = np.where(np.isnan(requested_G), default_low_G, floor_G)
     low_G = np.where(low_G > 0, np.maximum(low_G, default_low_G), 0.0)  # 0 %: may be dropped
     low_G = np.minimum(low_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
 
-    problems = [
-        f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
-        for g in np.flatnonzero(low_G > high_G + ROUNDING).tolist()
-    ]
-    if low_G.sum() > 1.0 + ROUNDING:
-        problems.append(f"the floors add up to {low_G.sum():.1%}")
-    if high_G.sum() < 1.0 - ROUNDING:
-        problems.append(
-            f"the caps, including max_repeat {max_repeat:g}, add up to {high_G.sum():.1%}, expected at least 100%"
-        )
     # satisfying the bounds may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     min_distance = max(float(up_G.sum()), float(down_G.sum()))
+    problems = []
     if distance is not None and min_distance > distance + ROUNDING:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
         problems.append(f"they move {min_distance:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
-    if problems:
-        more = f"; and {len(problems) - MAX_BOUNDS_SHOWN} more" if len(problems) > MAX_BOUNDS_SHOWN else ""
-        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:MAX_BOUNDS_SHOWN])}{more}")
+    check_share_bounds(low_G, high_G, names, problems)
     return low_G, high_G

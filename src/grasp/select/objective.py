@@ -320,12 +320,23 @@ def weighted_targets(
     targets_text = f"the artifact has {', '.join(artifact_targets)}"
     if targets is None:
         targets = artifact_targets if len(artifact_targets) == 1 else ()
+    pairs: list[tuple[str, float]] = []
+    problems: list[str] = []
     if isinstance(targets, str):
-        pairs = _parse_weighted_names(targets, artifact_targets)
+        # a name of the artifact, which may contain a comma or = (longest first, as one may be a prefix of another), or
+        # any other name; then its weight. Anything else is no target.
+        names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
+        pattern = rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)|.+"
+        for match in re.finditer(pattern, targets, re.DOTALL):
+            known_name, other_name, weight = match.groups()
+            try:
+                pairs.append((known_name or other_name or match[0], 1.0 if weight is None else float(weight)))
+            except ValueError:
+                problems.append(f"got {match[0].strip(' ,')!r}")
     else:
         pairs = [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
     weights, example = dict(pairs), ",".join(f"{name}={2 - k}" for k, name in enumerate(artifact_targets[:2]))
-    problems = [
+    problems += [
         f"got {name!r}{did_you_mean(name, artifact_targets)}" for name in weights if name not in artifact_targets
     ]
     problems += [
@@ -340,29 +351,3 @@ def weighted_targets(
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}
-
-
-def _parse_weighted_names(text: str, artifact_targets: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written."""
-    # longest first, since one name may be a prefix of another
-    known_names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
-    # groups: a name of the artifact, which may contain a comma or =; any other name; and a weight
-    pattern = re.compile(rf"\s*(?:({known_names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)")
-    pairs: list[tuple[str, float]] = []
-    position = 0
-    while position < len(text):
-        match = pattern.match(text, position)
-        if match is None:
-            raise SettingsError(
-                f"target: got {text[position:]!r}, expected target or target=weight; the artifact has "
-                f"{', '.join(artifact_targets)}"
-            )
-        known_name, other_name, weight = match.groups()
-        try:
-            pairs.append((known_name or other_name, 1.0 if weight is None else float(weight)))
-        except ValueError as err:
-            raise SettingsError(
-                f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
-            ) from err
-        position = match.end()
-    return pairs

@@ -190,31 +190,27 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
         SettingsError: no budget satisfies the floors and caps.
     """
     order_P = ranked(items.effect_M, among_N=items.allowed_M)
-    ranked_rows = items.ranked_rows(order_P)
+    ranked_rows, infeasible = items.ranked_rows(order_P), SettingsError("")
     n_rows_P = np.cumsum(items.rows_M[order_P])
-    errors: list[SettingsError] = []
-
-    def constrained_value(n_rows: int) -> float:
-        try:
-            constraints = Constraints.from_budget(Amount(float(n_rows), False), items, floors, caps)
-        except SettingsError as err:
-            errors.append(err)
-            return -np.inf
-        rows = items.ranked_rows(take_within_budget(order_P, constraints))
-        weights = single_subset("budget", mask_of(rows, items.n_rows)).weights
-        return float(objective.value(objective.predictor.sums(weights))[0])
-
     n_sizes, tolerance = PREFIX_GRID, PREFIX_TOLERANCE
     if floors or caps:
         n_sizes, tolerance = CONSTRAINED_GRID, CONSTRAINED_TOLERANCE
     sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
     while True:
         sizes_in_rows = n_rows_P[sizes - 1].tolist()
-        values: Sequence[float]
-        if floors or caps:
-            values = [constrained_value(n_rows) for n_rows in sizes_in_rows]
-        else:
-            values = _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        values = []
+        if not (floors or caps):
+            values += _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        for n_rows in sizes_in_rows[len(values) :]:
+            try:
+                constraints = Constraints.from_budget(Amount(float(n_rows), False), items, floors, caps)
+            except SettingsError as err:
+                infeasible = err
+                values.append(-np.inf)
+                continue
+            rows = items.ranked_rows(take_within_budget(order_P, constraints))
+            weights = single_subset("budget", mask_of(rows, items.n_rows)).weights
+            values.append(float(objective.value(objective.predictor.sums(weights))[0]))
         best = int(np.argmax(values))
         low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
         is_exact = len(sizes) == sizes[-1] - sizes[0] + 1  # every size of the interval was tried
@@ -222,5 +218,5 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
             break
         sizes = np.unique(np.linspace(low, high, n_sizes).round().astype(np.int64))
     if values[best] == -np.inf:
-        raise errors[-1]
+        raise infeasible
     return int(sizes_in_rows[best])
