@@ -13,7 +13,7 @@ from grasp import text
 from grasp.arrays import F64, Integers
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
-from grasp.runs.calibration import N_DRAWS, OUTSIDE
+from grasp.runs.calibration import N_DRAWS
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
@@ -145,26 +145,22 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
 def _gain(findings: Findings, t: int) -> View:
     """Return the predicted gain from the selection, if there is one, else from the most helpful rows."""
     share, subset, gain, selection = findings.top_share, "", findings.top_gains[t], findings.selection
-    if not isinstance(selection, Missing):
-        for change in (change for change in selection.targets if change.target == findings.targets[t]):
-            share = selection.rows / findings.n_rows
-            if selection.documents is not None:
-                subset = f"the best {selection.documents:,} documents"
-            outside_note = next((note for note in selection.notes if note.startswith(OUTSIDE)), "")
-            outside = outside_note.partition(" (")[2].removesuffix(")")
-            if change.nats is None:
-                unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
-                ends = change.expected, change.expected_low, change.expected_high
-                value, low, high = (nan if end is None else end for end in ends)
-                if isnan(value):
-                    value = nan if change.change is None else change.change
-                else:
-                    unit += " on other questions"
-                gain = PredictedGain(value, unit, low, high, outside)
-            else:
-                runs_unit = selection.runs_unit or "nats"
-                low, high = (nan if end is None else end for end in (change.nats_low, change.nats_high))
-                gain = PredictedGain(change.nats, display_unit(plain(runs_unit)), low, high, outside)
+    for change in () if isinstance(selection, Missing) else selection.targets:
+        if change.target != findings.targets[t]:
+            continue
+        share = selection.rows / findings.n_rows
+        if selection.documents is not None:
+            subset = f"the best {selection.documents:,} documents"
+        unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
+        ends: tuple[float | None, ...] = change.change, None, None
+        if change.nats is not None:
+            ends, unit = (change.nats, change.nats_low, change.nats_high), selection.runs_unit or "nats"
+            unit = display_unit(plain(unit))
+        elif change.expected is not None:
+            ends = change.expected, change.expected_low, change.expected_high
+            unit += " on other questions"
+        value, low, high = (nan if end is None else end for end in ends)
+        gain = PredictedGain(value, unit, low, high, selection.outside)
     return {
         "subset": subset or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
         "value": signed(gain.value, 2),

@@ -165,7 +165,7 @@ def mix(
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
-    changes, notes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
+    changes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
     value = float(objective.budget_predictor.change(weights)[0] @ objective.weights_T)
     optimum = "the optimum predicted by the runs" if objective.by_runs else "optimal"
     if gap > MAX_RELATIVE_GAP * abs(value):
@@ -176,7 +176,7 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
-    messages += [*notes, *protocol_notes]
+    messages += [*changes.notes, *protocol_notes]
     if objective.by_runs:
         messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     messages += [

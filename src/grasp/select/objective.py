@@ -63,6 +63,7 @@ class OptimizationResult(Result):
         value: weighted mean of the changes, reduced by repetition under a training budget.
         unit: unit of the changes.
         params: arguments of the call.
+        outside: how the result extrapolates beyond the runs; empty if it does not.
     """
 
     kind: ClassVar[str]
@@ -73,6 +74,7 @@ class OptimizationResult(Result):
     params: Mapping[str, Any]
     protocol: ScoringProtocol
     artifact: ArtifactReader
+    outside: str
 
     def save(self, path: Path | str) -> Path:
         """Write the table as Parquet, and next to it a summary (.json) and the protocol (.protocol.yaml).
@@ -111,6 +113,7 @@ class OptimizationResult(Result):
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
+            "outside": self.outside,
             "notes": list(self.notes),
         }
 
@@ -143,6 +146,15 @@ class OptimizationResult(Result):
         if EXPECTED_COLUMN in self.targets.column_names:
             title += "; expected: on other questions, 95% interval"
         return self._shown_table(title, self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes."""
+
+    targets: pa.Table
+    outside: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,14 +255,12 @@ class SelectionObjective:
         # NaN: a target without runs, which does not count
         return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
-    def result_fields(self, targets: pa.Table, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
+    def result_fields(self, changes: Evaluation, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of `OptimizationResult` other than those of `Result`."""
         fields = {"unit": self.predictor.unit, "protocol": self.predictor.protocol, "artifact": self.artifact}
-        return {"targets": targets, "value": value, "params": params, **fields}
+        return {"targets": changes.targets, "outside": changes.outside, "value": value, "params": params, **fields}
 
-    def evaluate(
-        self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None
-    ) -> tuple[pa.Table, tuple[str, ...]]:
+    def evaluate(self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None) -> Evaluation:
         """Predict the changes of one subset.
 
         Args:
@@ -260,7 +270,7 @@ class SelectionObjective:
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
-            Table `OptimizationResult.targets`, and notes on intervals, extrapolation and reliability.
+            The changes, and notes on intervals, extrapolation and reliability.
         """
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         # Reliability says how far a change carries over to other questions if single rows are selected by the known
@@ -275,6 +285,7 @@ class SelectionObjective:
                     f"{EXPECTED_COLUMN}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()
                 }
         columns["change"] = pa.array(self.predictor.change(weights)[0])
+        outside = ""
         if self.run_model is None:
             assert interval is not None
             interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
@@ -284,9 +295,9 @@ class SelectionObjective:
             predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
             extrapolation.add([name], predicted)
             columns |= {end: pa.array(value_BT[0], from_pandas=True) for end, value_BT in predicted.columns.items()}
-            interval_notes = extrapolation.notes
+            interval_notes, outside = extrapolation.notes, predicted.outside[0]
         reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        return pa.table(columns), (*interval_notes, *reliability_notes)
+        return Evaluation(pa.table(columns), outside, (*interval_notes, *reliability_notes))
 
 
 def ranking_protocol(

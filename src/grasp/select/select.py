@@ -124,7 +124,7 @@ def select(
     constraints, row_index = selected.constraints, selected.row_index
     selected_N = mask_of(row_index, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
-    changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
+    changes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
     table = _row_table(objective, row_index, selected_N, labels)
     n_rows_D = np.bincount(row_document_N)
@@ -173,7 +173,7 @@ def select(
     return Selection(
         table,
         headline,
-        (*first_notes, *change_notes, *protocol_notes, *excluded_notes, *label_notes, *notes, *prediction),
+        (*first_notes, *changes.notes, *protocol_notes, *excluded_notes, *label_notes, *notes, *prediction),
         **objective.result_fields(changes, facts.value, params),
         curve=value_curve(objective, items, selected.ranked_rows, len(row_index)),
         labels=None if labels is None else _label_table(constraints, selected.item_index_P),
