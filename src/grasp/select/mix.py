@@ -37,7 +37,6 @@ from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, s
 from grasp.select.objective import (
     OptimizationResult,
     SelectionObjective,
-    ranking_protocol,
     repetition_law,
     weighted_targets,
 )
@@ -145,7 +144,6 @@ def mix(
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
-    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     check_max_repeat(max_repeat)
     tokens_N = row_tokens(artifact)
     column = label_column(artifact, by, "by")
@@ -161,7 +159,7 @@ def mix(
     current_G = slices.rows_G / slices.rows_G.sum()
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
     problem = MixtureProblem(low_G, high_G, current_G, max_distance)
-    objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
+    objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
@@ -176,7 +174,7 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
-    messages += [*changes.notes, *protocol_notes]
+    messages += changes.notes
     if objective.by_runs:
         messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     messages += [

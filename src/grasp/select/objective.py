@@ -166,6 +166,7 @@ class SelectionObjective:
     counted in rows: half of the rows are seen twice as often, whatever their lengths.
 
     Attributes:
+        protocol: protocol that was requested; `predictor` uses its additive part.
         budget_predictor: `predictor` with the repetition law of the training budget, if there is one.
         weights_T: weights of the targets; they add up to 1.
         effect_N: weighted mean over the targets of the effect of each row.
@@ -176,6 +177,7 @@ class SelectionObjective:
     """
 
     artifact: ArtifactReader
+    protocol: ScoringProtocol
     predictor: Predictor
     budget_predictor: Predictor
     weights_T: F64
@@ -189,7 +191,7 @@ class SelectionObjective:
     def from_artifact(
         cls,
         artifact: ArtifactReader,
-        protocol: ScoringProtocol,
+        protocol: ScoringProtocol | Path | str | None,
         targets: Mapping[str, float],
         train_tokens: float | None,
         runs: "TrainingRuns | RunTable | Path | str | None",
@@ -200,7 +202,7 @@ class SelectionObjective:
 
         Args:
             artifact: artifact of the corpus.
-            protocol: protocol to predict with.
+            protocol: protocol to predict with. None: the built-in one.
             targets: weight of each target; they add up to 1.
             train_tokens: length of the training run; None: one epoch of the corpus.
             runs: retrained or imported runs.
@@ -213,7 +215,9 @@ class SelectionObjective:
             raise SettingsError("cautious: requires `runs`, and cannot be combined with train_tokens")
         sketches = () if runs is None else SIMILARITY_SKETCHES
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
+        rule = resolve_protocol(protocol, artifact)
+        additive = rule if rule.is_additive else rule.additive
+        predictor = Predictor.from_artifact(artifact, additive, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         run_model = None
         if runs is not None:
@@ -226,9 +230,8 @@ class SelectionObjective:
         budget_predictor = predictor
         if train_tokens is not None:
             budget_predictor = replace(predictor, repetition_law=repetition_law(train_tokens, tokens_N))
-        return cls(
-            artifact, predictor, budget_predictor, weights_T, effect_N, tokens_N, train_tokens, run_model, cautious
-        )
+        terms = predictor, budget_predictor, weights_T, effect_N
+        return cls(artifact, rule, *terms, tokens_N, train_tokens, run_model, cautious)
 
     @property
     def by_runs(self) -> bool:
@@ -270,7 +273,7 @@ class SelectionObjective:
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
-            The changes, and notes on intervals, extrapolation and reliability.
+            The changes, and notes on intervals, extrapolation, reliability and the protocol.
         """
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         # Reliability says how far a change carries over to other questions if single rows are selected by the known
@@ -296,18 +299,10 @@ class SelectionObjective:
             extrapolation.add([name], predicted)
             columns |= {end: pa.array(value_BT[0], from_pandas=True) for end, value_BT in predicted.columns.items()}
             interval_notes, outside = extrapolation.notes, predicted.outside[0]
-        reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        return Evaluation(pa.table(columns), outside, (*interval_notes, *reliability_notes))
-
-
-def ranking_protocol(
-    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None
-) -> tuple[ScoringProtocol, list[str]]:
-    """Return the additive part of the requested protocol, by which rows are selected, and a note if there is more."""
-    rule = resolve_protocol(protocol, artifact)
-    if rule.is_additive:
-        return rule, []
-    return rule.additive, [f"protocol {rule.name} is not additive: rows are selected by its additive part"]
+        notes = [*interval_notes, *(of_target.note(target) for target, of_target in reliability.items())]
+        if not self.protocol.is_additive:
+            notes.append(f"protocol {self.protocol.name} is not additive: rows are selected by its additive part")
+        return Evaluation(pa.table(columns), outside, tuple(notes))
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:

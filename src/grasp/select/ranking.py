@@ -43,8 +43,6 @@ class SelectedItems:
     """Selected rows or whole documents.
 
     Attributes:
-        items: all items of the corpus.
-        constraints: constraints that the selection meets.
         item_index_P: indices of the selected items, best first.
         row_index: indices of the selected rows, best first.
         ranked_rows: the selected rows, followed by those that a larger budget would add; without these if there are
@@ -52,8 +50,6 @@ class SelectedItems:
         guarantee: what is known of the optimality.
     """
 
-    items: Items
-    constraints: Constraints
     item_index_P: I64
     row_index: I64
     ranked_rows: I64
@@ -75,7 +71,7 @@ def select_by_rank(objective: SelectionObjective, items: Items, constraints: Con
     elif not objective.by_runs and constraints.unit == "tokens":
         guarantee = token_guarantee(score_M, selected_P, constraints)
     rows, ranked_rows = items.ranked_rows(selected_P), items.ranked_rows(order_P)
-    return SelectedItems(items, constraints, selected_P, rows, ranked_rows, guarantee)
+    return SelectedItems(selected_P, rows, ranked_rows, guarantee)
 
 
 def token_guarantee(effect_M: F64, selected_P: I64, constraints: Constraints) -> str:

@@ -40,7 +40,7 @@ from grasp.select.budget import (
 )
 from grasp.select.export import parse_document_rule
 from grasp.select.items import Items
-from grasp.select.objective import SelectionObjective, ranking_protocol, weighted_targets
+from grasp.select.objective import SelectionObjective, weighted_targets
 from grasp.select.ranking import best_budget, select_by_rank, value_curve
 from grasp.select.selection import Selection, SelectionFacts, describe
 from grasp.text import as_names
@@ -102,7 +102,6 @@ def select(
     if documents is not None:
         parse_document_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     whole_documents = documents == "all"
     allowed_N, excluded_notes = _allowed_rows(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
@@ -114,15 +113,15 @@ def select(
     if not allowed_N.any():
         raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
     whole_documents |= amount is not None and amount.unit == "documents"
-    objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
+    objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
     row_document_N = row_documents(artifact)
     items = Items.of_rows(
         objective.effect_N, allowed_N, objective.tokens_N, labels, row_document_N if whole_documents else None
     )
     size = Amount(best_budget(objective, items, floors, caps), False) if amount is None else amount
-    selected = select_by_rank(objective, items, Constraints.from_budget(size, items, floors, caps))
-    constraints, row_index = selected.constraints, selected.row_index
-    selected_N = mask_of(row_index, artifact.n_rows)
+    constraints = Constraints.from_budget(size, items, floors, caps)
+    selected = select_by_rank(objective, items, constraints)
+    row_index, selected_N = selected.row_index, mask_of(selected.row_index, artifact.n_rows)
     weights = single_subset(SUBSET, selected_N).weights
     changes = objective.evaluate(SUBSET, weights, "the whole corpus")
     sums = objective.predictor.sums(weights)
@@ -173,7 +172,7 @@ def select(
     return Selection(
         table,
         headline,
-        (*first_notes, *changes.notes, *protocol_notes, *excluded_notes, *label_notes, *notes, *prediction),
+        (*first_notes, *changes.notes, *excluded_notes, *label_notes, *notes, *prediction),
         **objective.result_fields(changes, facts.value, params),
         curve=value_curve(objective, items, selected.ranked_rows, len(row_index)),
         labels=None if labels is None else _label_table(constraints, selected.item_index_P),
