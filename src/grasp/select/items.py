@@ -63,11 +63,6 @@ class Items:
             labels=labels,
         )
 
-    @property
-    def n_rows(self) -> int:
-        """Return the number of rows of the corpus."""
-        return len(self.item_N)
-
     def ranked_rows(self, order_P: I64) -> I64:
         """Return the rows of items in ranked order; those of a document keep the order of the corpus."""
         if self.kind == "rows":
@@ -81,4 +76,4 @@ class Items:
     def subsets(self, mask_BM: Bool) -> Weights:
         """Return sets of items as subsets of rows with weight 1."""
         indices = np.nonzero(mask_BM[:, self.item_N])
-        return Weights(csr_array((np.ones(len(indices[0])), indices), shape=(len(mask_BM), self.n_rows)))
+        return Weights(csr_array((np.ones(len(indices[0])), indices), shape=(len(mask_BM), len(self.item_N))))

@@ -168,7 +168,7 @@ def _values_of_prefixes(objective: SelectionObjective, items: Items, ranked_rows
     start_B = np.concatenate([[0], sizes])
     parts = [np.sort(ranked_rows[first:stop]) for first, stop in itertools.pairwise(start_B)]
     indices = np.concatenate(parts)
-    added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), items.n_rows))
+    added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), len(items.item_N)))
     sums = objective.predictor.sums(Weights(added_BN)).cumulative()
     tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
     last_B = items.effect_M[items.item_N[ranked_rows[np.asarray(sizes) - 1]]]
@@ -205,7 +205,7 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
                 values.append(-np.inf)
                 continue
             rows = items.ranked_rows(take_within_budget(order_P, constraints))
-            weights = single_subset("budget", mask_of(rows, items.n_rows)).weights
+            weights = single_subset("budget", mask_of(rows, len(items.item_N))).weights
             values.append(float(objective.value(objective.predictor.sums(weights))[0]))
         best = int(np.argmax(values))
         low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
