@@ -98,7 +98,7 @@ def _names_in(path: str, content: bytes) -> list[str]:
             f"{path}: got the columns {', '.join(table.column_names)}, expected `name`; pass the file of grasp select "
             "--ids-out, as that of --out lists rows"
         )
-    names = table["name"].cast(pa.string()).to_pylist()
+    names: list[str] = table["name"].cast(pa.string()).to_pylist()
     if path.endswith(".parquet"):
         return names
     # in CSV an apostrophe precedes what a spreadsheet would take for a formula

@@ -145,22 +145,21 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
 def _gain(findings: Findings, t: int) -> View:
     """Return the predicted gain from the selection, if there is one, else from the most helpful rows."""
     share, subset, gain, selection = findings.top_share, "", findings.top_gains[t], findings.selection
-    for change in () if isinstance(selection, Missing) else selection.targets:
-        if change.target != findings.targets[t]:
-            continue
-        share = selection.rows / findings.n_rows
-        if selection.documents is not None:
-            subset = f"the best {selection.documents:,} documents"
-        unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
-        ends: tuple[float | None, ...] = change.change, None, None
-        if change.nats is not None:
-            ends, unit = (change.nats, change.nats_low, change.nats_high), selection.runs_unit or "nats"
-            unit = display_unit(plain(unit))
-        elif change.expected is not None:
-            ends = change.expected, change.expected_low, change.expected_high
-            unit += " on other questions"
-        value, low, high = (nan if end is None else end for end in ends)
-        gain = PredictedGain(value, unit, low, high, selection.outside)
+    if not isinstance(selection, Missing):
+        for change in (change for change in selection.targets if change.target == findings.targets[t]):
+            share = selection.rows / findings.n_rows
+            if selection.documents is not None:
+                subset = f"the best {selection.documents:,} documents"
+            unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
+            ends: tuple[float | None, ...] = change.change, None, None
+            if change.nats is not None:
+                ends = change.nats, change.nats_low, change.nats_high
+                unit = display_unit(plain(selection.runs_unit or "nats"))
+            elif change.expected is not None:
+                ends = change.expected, change.expected_low, change.expected_high
+                unit += " on other questions"
+            value, low, high = (nan if end is None else end for end in ends)
+            gain = PredictedGain(value, unit, low, high, selection.outside)
     return {
         "subset": subset or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
         "value": signed(gain.value, 2),

@@ -47,9 +47,15 @@ class Items:
     ) -> Self:
         """Return rows as items, or documents; `document_N` is the document of each row, numbered from 0."""
         if document_N is None:
-            item_N, rows_M = np.arange(len(effect_N)), np.broadcast_to(np.int64(1), len(effect_N))
-            values = {"effect_M": effect_N, "allowed_M": allowed_N, "tokens_M": tokens_N}
-            return cls(kind="rows", item_N=item_N, rows_M=rows_M, labels=labels, **values)
+            return cls(
+                kind="rows",
+                item_N=np.arange(len(effect_N)),
+                rows_M=np.broadcast_to(np.int64(1), len(effect_N)),  # needs no memory
+                effect_M=effect_N,
+                allowed_M=allowed_N,
+                tokens_M=tokens_N,
+                labels=labels,
+            )
         rows_M = np.bincount(document_N)
         if labels is not None:
             labels = replace(labels, codes_N=labels.codes_N[np.unique(document_N, return_index=True)[1]])

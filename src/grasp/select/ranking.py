@@ -194,7 +194,7 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
     sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
     while True:
         sizes_in_rows = n_rows_P[sizes - 1].tolist()
-        values = []
+        values: list[float] = []
         if not (floors or caps):
             values += _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
         for n_rows in sizes_in_rows[len(values) :]:

@@ -197,9 +197,10 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
     if delimiter is not None:
         begin = _line(dict(zip(names, names, strict=True)), delimiter, names) + b"\n"
     codec = COMPRESSION_BY_SUFFIX.get(form.compression)
-    open_file: Any = {None: partial(open, mode="wb"), "xz": partial(lzma.open, mode="wb")}.get(
-        codec, partial(pa.CompressedOutputStream, compression=codec)
-    )
+    open_file: Any = partial(pa.CompressedOutputStream, compression=codec)
+    if codec is None or codec == "xz":
+        open_file = partial(lzma.open if codec else open, mode="wb")
+
     n_records = n_files = n_in_file = n_bytes = 0
     with ExitStack() as stack:
         for record in records:

@@ -104,7 +104,8 @@ def describe(facts: SelectionFacts) -> tuple[str, list[str], list[str]]:
     headline += f", {facts.tokens:,} tokens"
     if facts.used < (1 - UNUSED_SHARE) * facts.budget:
         headline += f"; only {facts.used:,} of the requested {facts.budget:,} {facts.unit}"
-    first, notes = [], []
+    first: list[str] = []
+    notes: list[str] = []
     if facts.train_tokens is not None:
         headline += f"; {facts.train_tokens / facts.tokens:.2g} epochs in {facts.train_tokens:,.0f} training tokens"
         first.append(
