@@ -149,7 +149,7 @@ class OptimizationResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluatedSubset:
     """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes."""
 
     targets: pa.Table
@@ -258,12 +258,12 @@ class SelectionObjective:
         # NaN: a target without runs, which does not count
         return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
-    def result_fields(self, changes: Evaluation, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
+    def result_fields(self, changes: EvaluatedSubset, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of `OptimizationResult` other than those of `Result`."""
         fields = {"unit": self.predictor.unit, "protocol": self.predictor.protocol, "artifact": self.artifact}
         return {"targets": changes.targets, "outside": changes.outside, "value": value, "params": params, **fields}
 
-    def evaluate(self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None) -> Evaluation:
+    def evaluate(self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None) -> EvaluatedSubset:
         """Predict the changes of one subset.
 
         Args:
@@ -302,7 +302,7 @@ class SelectionObjective:
         notes = [*interval_notes, *(of_target.note(target) for target, of_target in reliability.items())]
         if not self.protocol.is_additive:
             notes.append(f"protocol {self.protocol.name} is not additive: rows are selected by its additive part")
-        return Evaluation(pa.table(columns), outside, tuple(notes))
+        return EvaluatedSubset(pa.table(columns), outside, tuple(notes))
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
