@@ -26,6 +26,7 @@ from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
+from grasp.select.budget import first_few
 from grasp.select.linear_program import MixtureProblem, frank_wolfe
 from grasp.text import parse_names
 
@@ -278,8 +279,7 @@ def outside_note(
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
         outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
-    more = f" and {len(outside) - MAX_LISTED:,} more" if len(outside) > MAX_LISTED else ""
-    return [f"{heading}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
+    return [f"{heading}: {first_few(outside, '; ')}"] if outside else []
 
 
 def mix_runs(

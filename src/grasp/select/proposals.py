@@ -33,7 +33,7 @@ from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
-from grasp.select.budget import parse_shares, parse_tokens
+from grasp.select.budget import check_share_bounds, first_few, parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
 from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 
@@ -116,7 +116,9 @@ def propose_runs(
         largest_G, notes = repetition_caps(
             artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
-    low_G, high_G = share_bounds(label, values, floor, cap, largest_G)
+    floor_G, cap_G = parse_shares(floor, cap, label or "mixture", values)
+    low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
+    check_share_bounds(low_G, high_G, values)
     # random mixtures around the mean of the runs, within the bounds and, if possible, with a prediction
     mean_G = model.share_RG.mean(axis=0)
     drawn = [draw_dirichlet_shares(rng, np.maximum(mean_G, 1e-3)) for _ in range(CANDIDATES)]
@@ -141,21 +143,8 @@ def propose_runs(
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
-    notes += _exploration_notes(model, names, share_KG, share_CG)
-    columns = {name: share_KG[:, g] for g, name in enumerate(values)}
-    return Proposal(
-        pa.table({"mixture": names, "gain": gain_K} | columns),
-        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to find the optimal mixture, in this order, "
-        f"given {n_runs:,} runs",
-        (f"gain: {gain}", *notes, *model.notes),
-        signs=False,
-    )
-
-
-def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64, share_CG: F64) -> list[str]:
-    """Return notes that name the proposals without a prediction, and those with a low predicted mean."""
     has_prediction_K = model.has_prediction(share_KG)
-    notes = outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
+    notes += outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)
     better_K = [float((expected_C > expected).mean()) for expected in model.predict_objective(share_KG)]
     exploratory = [
@@ -164,13 +153,18 @@ def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64,
         if has_prediction and better > EXPLORATION_SHARE
     ]
     if exploratory:
-        more = f" and {len(exploratory) - MAX_LISTED:,} more" if len(exploratory) > MAX_LISTED else ""
         notes.append(
-            "exploratory, proposed for information rather than for its result: "
-            f"{', '.join(exploratory[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted "
-            "mean"
+            f"exploratory, proposed for information rather than for its result: {first_few(exploratory)}; in brackets "
+            "the share of mixtures with a higher predicted mean"
         )
-    return notes
+    columns = {name: share_KG[:, g] for g, name in enumerate(values)}
+    return Proposal(
+        pa.table({"mixture": names, "gain": gain_K} | columns),
+        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to find the optimal mixture, in this order, "
+        f"given {n_runs:,} runs",
+        (f"gain: {gain}", *notes, *model.notes),
+        signs=False,
+    )
 
 
 def repetition_caps(
@@ -212,32 +206,6 @@ def repetition_caps(
         )
     length = "one epoch" if train_tokens is None else f"{epochs:.2g} epochs"
     return largest_G, [f"no value is seen more than {max_repeat:g} times in {length} (--max-repeat)"]
-
-
-def share_bounds(
-    label: str | None, values: Sequence[str], floor: str | Sequence[str], cap: str | Sequence[str], largest_G: F64
-) -> tuple[F64, F64]:
-    """Return the lower and upper bound of the share of each value, (G,).
-
-    Args:
-        largest_G: upper bounds due to repetition.
-
-    Raises:
-        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
-    """
-    floor_G, cap_G = (
-        parse_shares(texts, flag, label or "mixture", values) for flag, texts in (("floor", floor), ("cap", cap))
-    )
-    low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
-    problems = [
-        f"{values[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
-        for g in np.flatnonzero(low_G > high_G).tolist()
-    ]
-    if low_G.sum() > 1.0 or high_G.sum() < 1.0:
-        problems.append(f"floors add up to {low_G.sum():.1%}, caps to {high_G.sum():.1%}")
-    if problems:
-        raise SettingsError(f"floor, cap: no mixture satisfies them: {'; '.join(problems[:MAX_LISTED])}")
-    return low_G, high_G
 
 
 def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
