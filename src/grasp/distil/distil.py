@@ -33,6 +33,7 @@ from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress, Silent
+from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream
 
@@ -58,6 +59,7 @@ class Distilled(Result):
         return f"{self.scorer.card}\n{self.path}: show it with grasp info, apply it with grasp apply"
 
 
+@shows_progress
 def distil(
     artifact: ArtifactReader,
     target: str | None,

@@ -10,7 +10,7 @@ Shape letters: N texts, K n-gram lengths, V hash buckets per length.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -70,6 +70,10 @@ class Card(JsonModel):
     rarest: float = Field(description="Rarity threshold of unfamiliar documents; 1 % of held-out rows exceed it.")
     quality: Quality
     weights: FileEntry
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return self.model_dump(mode="json")
 
     def __str__(self) -> str:
         quality = self.quality
@@ -184,6 +188,19 @@ class Scorer:
         return table.append_column(SCORE, pa.array(score_N)).append_column(UNFAMILIAR, pa.array(unfamiliar_N))
 
 
-def is_scorer(path: Path | str) -> bool:
-    """Return whether a directory holds a scorer, complete or not."""
-    return kind_of(Path(path) / CARD) == "file"
+# ------------------------------------------------------------------------ reader of `grasp info` and `grasp verify`
+
+
+def claims(path: Path | str) -> str:
+    """Return why a directory holds a scorer, complete or not; empty if it does not."""
+    return f"has a {CARD}" * (kind_of(Path(path) / CARD) == "file")
+
+
+def read(path: Path | str) -> Card:
+    """Read the metadata of a scorer."""
+    return SIGNED_CARD.read(path)
+
+
+def verify(path: Path | str) -> None:
+    """Verify all files of a scorer; raise ArtifactError if one is damaged."""
+    Scorer.open(path)
