@@ -216,8 +216,12 @@ def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: P
 
 
 def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:
-    """Return rows of the row table, in the given order, with the column by which they are ranked."""
-    table = artifact.rows(row_index)
-    columns = [name for name in table.column_names if name not in ("row_index", by)]
-    values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))
-    return table.select(columns).append_column(by, values)
+    """Return rows of the row table, in the given order, with the column by which they are ranked.
+
+    A label of the same name is renamed by trailing underscores, as those of reserved names are.
+    """
+    table, renamed = artifact.rows(row_index).drop_columns(["row_index"]), by
+    while renamed in table.column_names:
+        renamed += "_"
+    table = table.rename_columns([renamed if name == by else name for name in table.column_names])
+    return table.append_column(by, pa.array(np.asarray(values_N[row_index], dtype=np.float64)))

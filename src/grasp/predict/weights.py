@@ -17,8 +17,6 @@ Shape letters: B subsets, N rows of the corpus, n rows of one block, G rows of t
 themselves), C value columns.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -47,10 +45,6 @@ OMITTED_SHARE = 1 / 16
 IN_MEMORY_BYTES = 256 << 20
 # Numbers processed at once, so that intermediate arrays fit the CPU cache.
 BLOCK_NUMBERS = 1 << 16
-# Multiply-adds of one block of subsets above which torch is faster than scipy.
-MIN_TORCH_WORK = 50_000_000
-# Total multiply-adds above which the seconds needed to import torch are repaid.
-TORCH_IMPORT_WORK = 3_000_000_000
 # Rows of packed masks that are unpacked and multiplied at once.
 MASK_ROWS = 4096
 
@@ -302,8 +296,7 @@ def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64
 class RowSums:
     """Weighted sums W @ X of row values X, (N, C), over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 
-    Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
-    2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are in memory.
+    Results are float64; see `sums_over`.
 
     Args:
         blocks: function that yields (first row, values) in row order.
@@ -319,10 +312,8 @@ class RowSums:
             for start, block in blocks():
                 array_NC[start : start + len(block)] = block
         self.array_NC = array_NC  # the values, if they are held in memory
-        self._n_multiply_adds = 0  # of sparse entries so far
         self._slices: Any = None  # the slices that `_sums_GC` belongs to
         self._sums_GC: F64 = np.empty((0, 0))
-        self._total_C: F64 | None = None  # sum of the values over all rows, once needed
 
     @classmethod
     def over(cls, values_NC: F32) -> "RowSums":
@@ -346,35 +337,16 @@ class RowSums:
         """Return W @ X, (B, C) float64, for one block of subsets."""
         matrix, values_NC = weights.matrix, self.array_NC
         assert matrix.shape[1] == self.n_rows
-        if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
-            if self._slices is not matrix:
+        if weights.mix is not None:
+            if self._slices is not matrix:  # the next block of the same slices costs O(G), not O(N)
                 (self._sums_GC,) = sums_over(self.blocks(), [Weights(matrix)], self.width)
                 self._slices = matrix
             return np.asarray(weights.mix @ self._sums_GC)
-        if values_NC is None or not isinstance(matrix, csr_array):
+        is_sparse = isinstance(matrix, csr_array) and matrix.nnz < self.n_rows and not weights.base
+        if values_NC is None or not is_sparse:
             return sums_over(self.blocks(), [weights], self.width)[0]
-        work = matrix.nnz * self.width
-        self._n_multiply_adds += work
-        use_torch = "torch" in sys.modules or (
-            self._n_multiply_adds >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
-        )
-        if work >= MIN_TORCH_WORK and use_torch:
-            from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
-
-            sum_BC = sweep_torch.sums(values_NC, matrix)
-        elif matrix.nnz < self.n_rows:
-            # only the values of rows with an entry are converted to float64
-            rows_n, column = np.unique(matrix.indices, return_inverse=True)
-            compact_Bn = csr_array((matrix.data, column, matrix.indptr), shape=(matrix.shape[0], len(rows_n)))
-            sum_BC = np.asarray(compact_Bn @ values_NC[rows_n], dtype=np.float64)
-        else:
-            return sums_over(self.blocks(), [weights], self.width)[0]
-        # with base 1 the entries are corrections of the sum over the whole corpus
-        if not weights.base:
-            return sum_BC
-        if self._total_C is None:
-            self._total_C = values_NC.sum(axis=0, dtype=np.float64)
-        return weights.base * self._total_C + sum_BC
+        rows, data = (np.split(array, matrix.indptr[1:-1]) for array in (matrix.indices, matrix.data))
+        return np.stack([weight_n @ values_NC[row_n] for row_n, weight_n in zip(rows, data, strict=True)])
 
 
 def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weights], width: int) -> list[F64]:
