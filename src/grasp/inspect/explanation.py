@@ -286,7 +286,7 @@ class EffectTerms:
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
         """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
-        task, columns_E = predictor.task, predictor.units.columns_E
+        columns_E = predictor.units.columns_E
         stored, weights = {}, {}
         # With a prediction from text and labels (`prior`), relevance has the weight rho, and the prediction the rest.
         rho = 1.0 if predictor.prior is None else float(predictor.prior.rho_T[0])
@@ -295,8 +295,9 @@ class EffectTerms:
             stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
             sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_factor(kernel), 1.0)
             weights[kernel] = rho * sign_weight_E * predictor.unit_relevance_to_effect[kernel] / len(columns_E)
-        average = -sum(float(task.relevance_to_effect[kernel][0] * task.scales[kernel].mean_C[0]) for kernel in stored)
-        return cls(float(predictor.effect_NT[index, 0]), predictor.prior_effect(index), average, stored, weights)
+        effect, text = float(predictor.effect_NT[index, 0]), predictor.prior_effect(index)
+        from_units = sum(float(weights[kernel] @ stored_E) for kernel, stored_E in stored.items())
+        return cls(effect, text, effect - text - from_units, stored, weights)
 
     @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix

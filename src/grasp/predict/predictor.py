@@ -181,12 +181,6 @@ class KernelRelevance:
     relevance: RowSums  # (N, C)
 
     @classmethod
-    def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
-        """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits."""
-        blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
-        return cls(StreamingMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
-
-    @classmethod
     def for_tasks(
         cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, scale_E: F64 | float = 1.0
     ) -> Self:
@@ -207,18 +201,10 @@ class RowEffects:
 
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
     raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
-    scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
-    relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
 
     @classmethod
-    def from_kernels(
-        cls,
-        slopes: Mapping[str, F64],
-        kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, MeanStd],
-        array_NC: F32 | None,
-    ) -> Self:
+    def from_kernels(cls, slopes: Mapping[str, F64], kernels: Mapping[str, RowSums], array_NC: F32 | None) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
 
         The sum is standardized in a second pass, since its moments are known only after the first.
@@ -226,14 +212,13 @@ class RowEffects:
         Args:
             slopes: by kernel m: weight over standard deviation, (C,).
             kernels: by kernel m: relevance a_m.
-            scales: by kernel: mean and standard deviation.
             array_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
                 recomputed whenever they are summed, unless they are small.
         """
 
         def summed_blocks() -> Iterator[tuple[int, F64]]:
             """Yield the weighted sum of the kernels, block by block."""
-            readers = [kernels[name].relevance.blocks() for name in slopes]
+            readers = [kernels[name].blocks() for name in slopes]
             for blocks in zip(*readers, strict=True):
                 terms = (block * slope_C for (_, block), slope_C in zip(blocks, slopes.values(), strict=True))
                 yield blocks[0][0], functools.reduce(operator.iadd, terms)
@@ -241,26 +226,20 @@ class RowEffects:
         mean_std = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
         inverse_C = mean_std.inverse_std_C
         if array_NC is None:
-            first_kernel = next(iter(kernels.values()))
+            first = next(iter(kernels.values()))
             effects = RowSums(
                 lambda: (
                     (start, ((block - mean_std.mean_C) * inverse_C).astype(np.float32))
                     for start, block in summed_blocks()
                 ),
-                first_kernel.rows.n_rows,
-                first_kernel.relevance.width,
+                first.n_rows,
+                first.width,
             )
         else:
             effects = RowSums.over(array_NC)
             for _, block in effects.blocks():
                 block[:] = (block - mean_std.mean_C) * inverse_C
-        return cls(
-            effects,
-            mean_std,
-            scales,
-            {name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            np.full(len(inverse_C), NEW_ROW_VALUE),
-        )
+        return cls(effects, mean_std, np.full(len(inverse_C), NEW_ROW_VALUE))
 
 
 # ----------------------------------------------------------------------------------------------- changes of subsets
@@ -356,20 +335,20 @@ class Predictor:
         if isinstance(resolved, RegisteredProtocol):
             bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit)
             return replace(bound, repetition_law=law)
-        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
-        if per_unit or units is not None:
+        if units is None:
+            key = "relevance", resolved.model_dump_json(), selected.targets
+            n_bytes = 4 * artifact.n_rows * len(selected.targets)
+            shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
+            # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
+            predictor = replace(shared, task=replace(shared.task, effects=RowSums.over(shared.effect_NT)))
+        else:
             predictor = assemble_predictor(artifact, resolved, selected)
-            if per_unit:
-                kernels = unit_kernels(artifact, resolved.for_units, selected)
-                unit_level = unit_effects(resolved, selected, kernels, scales_over_rows(kernels))
-                predictor = replace(predictor, unit_level=unit_level)
-            return replace(predictor, sketches=loaded_sketches, repetition_law=law)
-        key = "relevance", resolved.model_dump_json(), selected.targets
-        n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
-        # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
-        task = replace(shared.task, effects=RowSums.over(shared.effect_NT))
-        return replace(shared, task=task, sketches=loaded_sketches, repetition_law=law)
+        if per_unit:
+            kernels = unit_kernels(artifact, resolved.for_units, selected)
+            unit_level = unit_effects(resolved, selected, kernels, scales_over_rows(kernels))
+            predictor = replace(predictor, unit_level=unit_level)
+        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
+        return replace(predictor, sketches=loaded_sketches, repetition_law=law)
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
@@ -459,8 +438,8 @@ class Predictor:
         """Return the part of a row's effect on the first task that its text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
-        centred = self.prior.prior_NT[row, 0] - self.task.scales[TEXT_PART].mean_C[0]
-        return float(self.task.relevance_to_effect[TEXT_PART][0] * centred)
+        prior_N, factor = self.prior.prior_NT[:, 0], (1.0 - self.prior.rho_T) * self.task.raw_mean_std.inverse_std_C
+        return float(factor[0] * (prior_N[row] - prior_N.mean(dtype=np.float64)))
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
@@ -512,12 +491,8 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
         protocol: protocol, resolved for the artifact.
         units: units of the targets.
     """
-    names = list(kernel_weights(protocol))
-    relevance = {
-        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, protocol.negative_factor(name))
-        for name in names
-    }
-    unit_factors: dict[str, F64 | float] = dict.fromkeys(names, units.weight_E)
+    relevance = kernel_blocks(artifact, protocol, units)
+    unit_factors: dict[str, F64 | float] = dict.fromkeys(relevance, units.weight_E)
     if protocol.task == "estimate":
         for name, blocks in relevance.items():
             unit_factors[name] = units.weight_E * StreamingMoments.from_blocks(blocks()).mean_std.inverse_std_C
@@ -534,10 +509,20 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
         texts, documents_N = _texts(artifact), row_documents(artifact)
         prior = fit_prior(relevance, coefficients, units.counts_T, _row_names(artifact), documents_N, texts, labels)
     predictor = combine_kernels(artifact, protocol, units, kernels, scales, unit_factors, prior)
-    if REPLAY in names:  # the replay scores whole targets, so that no questions can be held out
+    if REPLAY in relevance:  # the replay scores whole targets, so that no questions can be held out
         return predictor
     measure = functools.cache(lambda: mean_reliability(relevance, coefficients, units.counts_T, _row_names(artifact)))
     return replace(predictor, measure_reliability=measure if prior is None else lambda: prior.reliability)
+
+
+def kernel_blocks(
+    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection
+) -> dict[str, Callable[[], Blocks]]:
+    """Return, by kernel of a protocol, a function that yields (first row, relevance (n, E)); see `relevance_blocks`."""
+    return {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, protocol.negative_factor(name))
+        for name in kernel_weights(protocol)
+    }
 
 
 def task_kernels(
@@ -556,10 +541,12 @@ def task_kernels(
 def unit_kernels(
     artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection
 ) -> dict[str, KernelRelevance]:
-    """Return the kernels of a protocol with one column per unit."""
+    """Return the kernels of a protocol with one column per unit: a pass for moments, another to load what fits."""
     return {
-        name: KernelRelevance.for_units(artifact, name, units, protocol.negative_factor(name))
-        for name in kernel_weights(protocol)
+        name: KernelRelevance(
+            StreamingMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E))
+        )
+        for name, blocks in kernel_blocks(artifact, protocol, units).items()
     }
 
 
@@ -584,14 +571,13 @@ def combine_kernels(
         prior: prediction from text and labels.
     """
     mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
+    relevance = {name: kernel.relevance for name, kernel in kernels.items()}
     if prior is not None:
         # The score p + rho (b - p) with the prior p as a further kernel: the mean b over the known questions is the sum
         # of the kernels by their slopes, and p has the same scale.
-        prior_rows = RowSums.over(prior.prior_NT)
-        prior_kernel = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
-        kernels, scales = {**kernels, TEXT_PART: prior_kernel}, {**scales, TEXT_PART: prior_kernel.rows.mean_std}
+        relevance[TEXT_PART] = RowSums.over(prior.prior_NT)
         slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
+    task = RowEffects.from_kernels(slopes, relevance, next(iter(relevance.values())).array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
@@ -628,7 +614,8 @@ def unit_effects(
     scales: Mapping[str, MeanStd],
 ) -> RowEffects:
     """Return the effects of rows on every unit, from kernels with one column per unit."""
-    unit_level = RowEffects.from_kernels(slopes_of(protocol.for_units, scales), kernels, scales, None)
+    relevance = {name: kernel.relevance for name, kernel in kernels.items()}
+    unit_level = RowEffects.from_kernels(slopes_of(protocol.for_units, scales), relevance, None)
     # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
     task_means = StreamingMoments.from_blocks(
         (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()

@@ -342,8 +342,7 @@ class RowSums:
                 (self._sums_GC,) = sums_over(self.blocks(), [Weights(matrix)], self.width)
                 self._slices = matrix
             return np.asarray(weights.mix @ self._sums_GC)
-        is_sparse = isinstance(matrix, csr_array) and matrix.nnz < self.n_rows and not weights.base
-        if values_NC is None or not is_sparse:
+        if values_NC is None or not isinstance(matrix, csr_array) or matrix.nnz >= self.n_rows or weights.base:
             return sums_over(self.blocks(), [weights], self.width)[0]
         rows, data = (np.split(array, matrix.indptr[1:-1]) for array in (matrix.indices, matrix.data))
         return np.stack([weight_n @ values_NC[row_n] for row_n, weight_n in zip(rows, data, strict=True)])
