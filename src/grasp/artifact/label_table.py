@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import duckdb
 import numpy as np
@@ -180,30 +180,26 @@ class Matched:
     columns: tuple[str, ...]  # named in the expression
 
 
+class RowBatches(NamedTuple):
+    """Rows that are not in one file; `read` yields batches with the columns that are named, in the order of rows."""
+
+    schema: pa.Schema
+    n_rows: int
+    read: Callable[[list[str]], Iterator[pa.RecordBatch]]
+
+
 class LabelTable:
-    """The label columns of an artifact; the file is read in batches."""
+    """The label columns of a Parquet file, or of other rows; they are read in batches."""
 
-    def __init__(self, path: Path | str) -> None:
-        path = Path(path)
-        with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
-            self._set(file.schema_arrow, int(file.metadata.num_rows), functools.partial(_batches_of, path))
-
-    @classmethod
-    def from_batches(
-        cls, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]
-    ) -> Self:
-        """Return the label columns of rows that are not in one file.
-
-        Args:
-            read: returns batches with the columns that are named, in the order of rows.
-        """
-        table = cls.__new__(cls)
-        table._set(schema, n_rows, read)
-        return table
-
-    def _set(self, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]) -> None:
-        self.schema, self.n_rows, self.read_batches = schema, n_rows, read
-        self.columns: tuple[str, ...] = tuple(schema.names)  # allowed in expressions
+    def __init__(self, source: "Path | str | RowBatches") -> None:
+        if isinstance(source, RowBatches):
+            self.schema, self.n_rows, self.read_batches = source
+        else:
+            path = Path(source)
+            with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
+                self.schema, self.n_rows = file.schema_arrow, int(file.metadata.num_rows)
+            self.read_batches = functools.partial(_batches_of, path)
+        self.columns: tuple[str, ...] = tuple(self.schema.names)  # allowed in expressions
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.

@@ -41,7 +41,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
+from grasp.arrays import F32, F64, I64, Blocks, ratio
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
@@ -179,20 +179,6 @@ class KernelRelevance:
 
     rows: StreamingMoments  # moments over the rows of the corpus
     relevance: RowSums  # (N, C)
-
-    @classmethod
-    def for_tasks(
-        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, scale_E: F64 | float = 1.0
-    ) -> Self:
-        """Read relevance with one column per task, its mean over units; one pass, 4 bytes per row and task.
-
-        Args:
-            scale_E: factor of each unit before the mean over units.
-        """
-        task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
-        blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
-        reduced = ((start, units.mean_per_task(block, scale_E)) for start, block in blocks)
-        return cls(StreamingMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +331,8 @@ class Predictor:
             predictor = assemble_predictor(artifact, resolved, selected)
         if per_unit:
             kernels = unit_kernels(artifact, resolved.for_units, selected)
-            unit_level = unit_effects(resolved, selected, kernels, scales_over_rows(kernels))
+            scales = {name: kernel.rows.mean_std for name, kernel in kernels.items()}
+            unit_level = unit_effects(resolved, selected, kernels, scales)
             predictor = replace(predictor, unit_level=unit_level)
         loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
         return replace(predictor, sketches=loaded_sketches, repetition_law=law)
@@ -497,7 +484,7 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
         for name, blocks in relevance.items():
             unit_factors[name] = units.weight_E * StreamingMoments.from_blocks(blocks()).mean_std.inverse_std_C
     kernels = task_kernels(artifact, protocol, units, unit_factors)
-    scales = scales_over_rows(kernels)
+    scales = {name: kernel.rows.mean_std for name, kernel in kernels.items()}
     if units.counts_T.max() == 1:  # no questions can be held out
         return combine_kernels(artifact, protocol, units, kernels, scales, unit_factors)
     # coefficients of relevance in the score of a question, see `task_scores`
@@ -531,11 +518,21 @@ def task_kernels(
     units: UnitSelection,
     unit_factors: Mapping[str, F64 | float],
 ) -> dict[str, KernelRelevance]:
-    """Return the kernels of a protocol with one column per task, from units times their factors, (E,) by kernel."""
-    return {
-        name: KernelRelevance.for_tasks(artifact, name, units, protocol.negative_factor(name), factor_E)
-        for name, factor_E in unit_factors.items()
-    }
+    """Return kernels with one column per task, its mean over units; one pass, 4 bytes per row and task.
+
+    Args:
+        artifact: artifact to read.
+        protocol: protocol, which has the factors of negative relevance.
+        units: units of the targets.
+        unit_factors: by kernel: factor of each unit before the mean over units, (E,).
+    """
+    kernels = {}
+    for name, factor_E in unit_factors.items():
+        task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
+        blocks = relevance_blocks(artifact, name, units.columns_E, protocol.negative_factor(name))
+        reduced = ((start, units.mean_per_task(block, factor_E)) for start, block in blocks)
+        kernels[name] = KernelRelevance(StreamingMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
+    return kernels
 
 
 def unit_kernels(
@@ -597,11 +594,6 @@ def combine_kernels(
     )
 
 
-def scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
-    """Return mean and standard deviation of each kernel over the rows of the corpus."""
-    return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
-
-
 def slopes_of(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
     return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
@@ -634,13 +626,8 @@ def _texts(artifact: ArtifactReader) -> Texts | None:
     is_merged = bool(artifact.manifest.details.get("parts"))
     if is_merged or artifact.reader is not None or not artifact.tokens_path.exists():
         return None
-    store = artifact.open_rows()
-
-    def read(row_index: I64) -> tuple[I32, I64]:
-        rows = store.rows(row_index)
-        return rows.flat_ids, rows.offsets
-
-    return Texts(row_tokens(artifact), read)
+    ids_of, store = operator.attrgetter("flat_ids", "offsets"), artifact.open_rows()
+    return Texts(row_tokens(artifact), lambda row_index: ids_of(store.rows(row_index)))
 
 
 def additive_predictor(

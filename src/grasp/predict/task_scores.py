@@ -62,6 +62,7 @@ GROUPS = 4
 FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
 LEVEL = 0.95  # of intervals
 BLOCK_TOKENS = 1 << 21
+ALL = np.ones(1, dtype=np.bool_)  # mask of all groups, by broadcasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def fit_prior(
         np.minimum.at(hash_of_document, documents_N, hash_N)
         fold_N = (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
         prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, fold_N, sample)
-    rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
+    rho_T = np.array([task.shrinkage(ALL) for task in tasks])
     return Prior(prior_NT, rho_T, tuple(task.reliability() for task in tasks))
 
 
@@ -204,11 +205,6 @@ class _Task:
     count_G: I64  # number of questions
     noise: float  # mean over rows of the variance of q over questions; nan for a single question
 
-    @property
-    def all_G(self) -> Bool:  # noqa: N802 - a shape suffix
-        """Return the mask of all groups."""
-        return np.ones(len(self.count_G), dtype=np.bool_)
-
     def shrinkage(self, groups_G: Bool) -> float:
         """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
         residual_S = _mean_of_groups(self.mean_SG - self.prior_SG, self.count_G, groups_G)
@@ -232,22 +228,28 @@ class _Task:
         n_groups, count = len(self.count_G), int(self.count_G.sum())
         if n_groups < 2:
             return Reliability(count, np.nan, np.nan, np.nan, np.nan)
-        groups, rho = np.arange(n_groups), self.shrinkage(self.all_G)
+        groups, rho = np.arange(n_groups), self.shrinkage(ALL)
         halves = [np.isin(groups, half) for half in combinations(range(n_groups), n_groups // 2)]
         pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
         covariance = float(np.mean([np.mean(first_S * second_S) for first_S, second_S in pairs]))
-        variance = self.score(self.all_G, rho).var()
+        variance = self.score(ALL, rho).var()
         ranking = min(max(covariance / float(variance), 0.0), 1.0) if variance else 0.0
         slopes = [
             _slope(
                 self.score(included_G, self.shrinkage(included_G)),
                 _mean_of_groups(self.mean_SG, self.count_G, ~included_G),
             )
-            for included_G in _leave_one_out(n_groups)
+            for included_G in ~np.eye(n_groups, dtype=np.bool_)  # all groups but one
         ]
         slope_G = np.array(slopes)
         half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * slope_G.std(ddof=1) / np.sqrt(n_groups))
-        transfer, error = _with_all_questions(float(slope_G.mean()), half_width, 1.0 - 1.0 / n_groups)
+        transfer, error, known_share = float(slope_G.mean()), half_width, 1.0 - 1.0 / n_groups
+        if 0.0 < transfer < 1.0:
+            # With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a
+            # slope b with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is
+            # k / (b + (1 - b) k)^2, which scales the interval. A slope outside of (0, 1) has no such explanation.
+            divisor = transfer + (1.0 - transfer) * known_share
+            transfer, error = transfer / divisor, half_width * known_share / divisor**2
         return Reliability(count, ranking, transfer, transfer - error, transfer + error)
 
 
@@ -255,11 +257,6 @@ def _mean_of_groups(value_SG: F64, count_G: I64, groups_G: Bool) -> F64:
     """Average over the questions of some groups, (S,)."""
     included_G = count_G * groups_G
     return np.asarray(value_SG @ (included_G / included_G.sum()))
-
-
-def _leave_one_out(n_groups: int) -> list[Bool]:
-    """Return the masks of all groups but one."""
-    return [np.arange(n_groups) != group for group in range(n_groups)]
 
 
 def _slope(prediction_S: F64, outcome_S: F64) -> float:
@@ -274,22 +271,9 @@ def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
         return 1.0
     slopes = [
         _slope(_mean_of_groups(prior_SG, count_G, included_G), _mean_of_groups(mean_SG, count_G, ~included_G))
-        for included_G in _leave_one_out(len(count_G))
+        for included_G in ~np.eye(len(count_G), dtype=np.bool_)  # all groups but one
     ]
     return max(0.0, float(np.mean(slopes)))
-
-
-def _with_all_questions(slope: float, half_width: float, known_share: float) -> tuple[float, float]:
-    """Convert the slope for scores from a share of the questions, and its half width, to scores from all of them.
-
-    With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a slope b
-    with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is k / (b + (1 - b) k)^2, which
-    scales the interval. A slope outside of (0, 1) has no such explanation, and is unchanged.
-    """
-    if not 0.0 < slope < 1.0:
-        return slope, half_width
-    divisor = slope + (1.0 - slope) * known_share
-    return slope / divisor, half_width * known_share / divisor**2
 
 
 class _QuestionSums:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 import grasp
-from grasp.artifact.label_table import LabelTable
+from grasp.artifact.label_table import LabelTable, RowBatches
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
@@ -263,7 +263,7 @@ def _subsets(
         label, labels = family.label, None
         if label is not None:
             schema, n_rows = store.table(0).schema, store.n_rows
-            labels = LabelTable.from_batches(schema, n_rows, label_batches).column(label, "family")
+            labels = LabelTable(RowBatches(schema, n_rows, label_batches)).column(label, "family")
         n_rows, seed = store.n_rows, settings.family_seed
         blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
     for block in blocks:
