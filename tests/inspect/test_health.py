@@ -72,8 +72,14 @@ def test_stored_features_equal_those_of_the_model(plain, with_features):
     for mine, exact in ((ours.batch, theirs.batch), (ours.batch.summary_batch, theirs.batch.summary_batch)):
         np.testing.assert_allclose(mine.hidden_PH, exact.hidden_PH, rtol=2 * half, atol=1e-5)
     assert abs(residuals_of(ours.batch) - residuals_of(theirs.batch)).max() < 2 * half
-    np.testing.assert_allclose(ours.hidden_NH, theirs.hidden_NH, atol=half * float(theirs.batch.hidden_PH.abs().max()))
-    np.testing.assert_allclose(ours.residual_NV.toarray(), theirs.residual_NV.toarray(), atol=half)
+    np.testing.assert_allclose(
+        ours.batch.summary.hidden_NH,
+        theirs.batch.summary.hidden_NH,
+        atol=half * float(theirs.batch.hidden_PH.abs().max()),
+    )
+    np.testing.assert_allclose(
+        ours.batch.summary.residual_NV.toarray(), theirs.batch.summary.residual_NV.toarray(), atol=half
+    )
 
 
 ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
@@ -206,8 +212,8 @@ def test_the_share_is_measured_in_the_coordinates_of_the_token_kernel(plain):
     for i in range(len(index)):
         mine = at.row_P.numpy() == i
         whole = np.einsum("th,tv->hv", hidden[mine], residual[mine]) / mine.sum()
-        summary_hidden = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
-        summary = np.outer(summary_hidden, features.residual_NV[[i]].toarray()[0] * root)
+        summary_hidden = (features.batch.summary.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
+        summary = np.outer(summary_hidden, features.batch.summary.residual_NV[[i]].toarray()[0] * root)
         shares.append((whole * summary).sum() ** 2 / ((whole**2).sum() * (summary**2).sum()))
     assert ExactKernels.from_artifact(plain, features).summary_share == pytest.approx(np.mean(shares), rel=1e-5)
 

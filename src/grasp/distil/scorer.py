@@ -80,9 +80,9 @@ class Card(JsonModel):
         lines = [
             f"scorer for {self.target}, fitted to {self.rows:,} rows: {self.scored_by}",
             f"accuracy on {quality.rows:,} rows, cross-validated by document (95 % intervals):",
-            f"  Spearman correlation with relevance {with_interval(quality.spearman)}",
-            f"  recall of the top 10 % {percent_interval(quality.recall)}",
-            f"  mean relevance of the top 20 % {percent_interval(quality.gain)} of the maximum",
+            f"  Spearman correlation with relevance {with_interval(quality.spearman, '.2f')}",
+            f"  recall of the top 10 % {with_interval(quality.recall, '.0%')}",
+            f"  mean relevance of the top 20 % {with_interval(quality.gain, '.0%')} of the maximum",
         ]
         if self.first_bytes is not None:
             lines.append(f"scores the first {self.first_bytes:,} bytes of a document (the build used its first rows)")
@@ -102,14 +102,10 @@ SIGNED_CARD = Signed(
 )
 
 
-def with_interval(value: tuple[float, float, float]) -> str:
-    """Format a correlation with its interval."""
-    return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
-
-
-def percent_interval(value: tuple[float, float, float]) -> str:
-    """Format a share with its interval, in percent."""
-    return f"{value[0]:.0%} ({value[1]:.0%} to {value[2]:.0%})"
+def with_interval(value: tuple[float, float, float], number_format: str) -> str:
+    """Format a number with its interval."""
+    number, low, high = (format(part, number_format) for part in value)
+    return f"{number} ({low} to {high})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,17 +138,12 @@ class Explanation(Result):
             questions = self.questions.to_pylist()
             helped = [question for question in questions if question["contribution"] > 0][:SHOWN_QUESTIONS]
             hurt = [question for question in questions[::-1] if question["contribution"] < 0][:SHOWN_QUESTIONS]
-            for title, selected in (
-                ("questions it helps most, by contribution to the effect", helped),
-                ("questions it harms most", hurt),
-            ):
+            titles = "questions it helps most, by contribution to the effect", "questions it harms most"
+            for title, selected in zip(titles, (helped, hurt), strict=True):
+                texts = [f"{ending(each['prompt'], 100)} -> {each['completion'].strip()}" for each in selected]
                 lines = [
-                    [
-                        signed(question["contribution"]),
-                        question["unit_id"],
-                        plain(f"{ending(question['prompt'], 100)} -> {question['completion'].strip()}"),
-                    ]
-                    for question in selected
+                    [signed(question["contribution"]), question["unit_id"], plain(text)]
+                    for question, text in zip(selected, texts, strict=True)
                 ]
                 if lines:
                     yield title, ["adds", "unit_id", "text"], lines
@@ -163,16 +158,10 @@ class Explanation(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
+        values = ("target", "row_id", "unit_id", "effect", "text", "average", "gap", "replay")
         tables = {name: getattr(self, name) for name in ("kernels", "answer", "pairs", "questions")}
         return {
-            "target": self.target,
-            "row_id": self.row_id,
-            "unit_id": self.unit_id,
-            "effect": self.effect,
-            "text": self.text,
-            "average": self.average,
-            "gap": self.gap,
-            "replay": self.replay,
+            **{name: getattr(self, name) for name in values},
             "tokens": self.table.to_pylist(),
             **{name: table.to_pylist() for name, table in tables.items() if table is not None},
             "notes": list(self.notes),

@@ -179,7 +179,7 @@ def _check_truncation(sample: SampledArtifact) -> Check:
     name = "residual beyond top-k"
     if isinstance(sample.features, GraspError):
         return unmeasured_check(name, HEALTHY_TAIL, str(sample.features))
-    share = metrics.truncated_mass(sample.features.residual_NV)
+    share = metrics.truncated_mass(sample.features.batch.summary.residual_NV)
     top_k = sample.artifact.feature_settings["top_k"]
     return judge_check(
         name,

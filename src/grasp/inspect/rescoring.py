@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array, vstack
+from scipy.sparse import vstack
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, ModelError
@@ -39,16 +39,6 @@ class SampleFeatures:
 
     batch: Batch
     source: Literal["kept features", "the model"]
-
-    @property
-    def hidden_NH(self) -> NDArray[np.float32]:  # noqa: N802 - a shape suffix
-        """Return hidden states averaged over the positions of summaries."""
-        return self.batch.summary.hidden_NH
-
-    @property
-    def residual_NV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Return residuals averaged over the positions of summaries."""
-        return self.batch.summary.residual_NV
 
 
 def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:

@@ -71,10 +71,11 @@ class ExactKernels:
         of_averages = second_moments(artifact.moments, "summary" if has_summary else "hidden")
         of_positions = second_moments(artifact.moments, "hidden" if has_positions else "summary")
         batch, row_P = features.batch, features.batch.row_P.cpu().numpy()
-        summary = _scaled(Whitener.from_settings(of_averages, settings), features.hidden_NH, features.residual_NV)
+        averages = batch.summary.hidden_NH, batch.summary.residual_NV
+        summary = _scaled(Whitener.from_settings(of_averages, settings), *averages)
         whitener = Whitener.from_settings(of_positions, settings)
         positions = _scaled(whitener, batch.hidden_PH.float().cpu().numpy(), residuals_of(batch))
-        summary_of_positions = _scaled(whitener, features.hidden_NH, features.residual_NV)
+        summary_of_positions = _scaled(whitener, *averages)
         hidden_NN, residual_NN = gram_matrices(*summary)
         product_NN = position_gram(*positions, row_P, features.batch.n_rows)
         gram_NN = {"hidden": hidden_NN, "residual": residual_NN, "product": product_NN}
