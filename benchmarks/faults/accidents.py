@@ -177,7 +177,7 @@ def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
     name = bench.draw.choice(sorted(manifest.files | manifest.rows_kept))
     data = bytearray((path / name).read_bytes())
     (path / name).write_bytes(harm(data))
-    named = [problem.file for problem in verify(path).problems]
+    named = list(verify(path).problems)
     if named != [name]:
         raise FaultError(f"{name} was harmed, verify named {named}")
 

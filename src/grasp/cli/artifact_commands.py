@@ -313,8 +313,8 @@ def verify(
     with Watch() as watch:
         watch.stage("verifying", rows=None, tokens=None)
         report = check(path)
-    for problem in report.problems:
-        print(f"broken: {problem}")
+    for file, damage in report.problems.items():
+        print(f"broken: {file}: {damage}")
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
     print(f"{report.path}: artifact, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:
