@@ -296,7 +296,7 @@ def same(bench: Bench, verb: str, path: Path) -> None:
         if arrays_of(path) != arrays_of(whole):
             raise FaultError(f"the arrays are not those of the undisturbed {verb}")
         if problems := verify(path).problems:
-            raise FaultError(f"verify names {problems[0]}")
+            raise FaultError(f"verify names {next(iter(problems))}")
     elif verb in ("retrain", "train-command"):
         ours, theirs = RetrainedRuns.open(path), RetrainedRuns.open(whole)
         if not np.array_equal(ours.utilities().values_BSE, theirs.utilities().values_BSE):

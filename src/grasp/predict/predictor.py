@@ -144,15 +144,9 @@ class UnitSelection:
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
-        """Select all units of the targets.
-
-        Raises:
-            ProtocolError: a target has no units.
-        """
+        """Select all units of the targets."""
         columns = [artifact.unit_columns(target) for target in targets]
-        empty = [target for target, columns_e in zip(targets, columns, strict=True) if not len(columns_e)]
-        if empty:
-            raise ProtocolError(f"targets: {', '.join(empty)}: has no units; expected at least one")
+        assert all(map(len, columns))
         columns_E, counts_T = np.concatenate(columns), np.array([len(columns_e) for columns_e in columns])
         if WEIGHT_COLUMN not in artifact.units.column_names:
             return cls(tuple(targets), columns_E, counts_T)

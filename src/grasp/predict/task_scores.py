@@ -276,38 +276,6 @@ def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
     return max(0.0, float(np.mean(slopes)))
 
 
-class _QuestionSums:
-    """Sums over rows of the relevance to a task's questions, block by block; the questions are grouped in turn."""
-
-    def __init__(self, n_questions: int) -> None:
-        group_e = np.arange(n_questions) % min(GROUPS, n_questions)
-        self._count_G = np.bincount(group_e)
-        self._mean_eG = (group_e[:, None] == np.arange(len(self._count_G))) / self._count_G  # questions -> group means
-        self._mean_nG: list[F64] = []  # by block
-        self._sum_e = np.zeros(n_questions)
-        self._squares = 0.0  # sum over rows and questions of (q - mean of the row)^2
-
-    def add(self, q_ne: F64) -> None:
-        """Add a block of rows."""
-        self._mean_nG.append(q_ne @ self._mean_eG)
-        self._sum_e += q_ne.sum(axis=0)
-        self._squares += float(np.square(q_ne - q_ne.mean(axis=1, keepdims=True)).sum())
-
-    @property
-    def task(self) -> _Task:
-        """Return the task, with prior 0.
-
-        The noise comes from the interaction sum of squares, rows x questions: that about the means of rows, minus that
-        of the means of questions, which shift all rows alike and are no noise.
-        """
-        mean_SG, n_questions = np.concatenate(self._mean_nG), len(self._sum_e)
-        n_rows = len(mean_SG)
-        mean_e = self._sum_e / n_rows
-        interaction = max(self._squares - n_rows * float(np.square(mean_e - mean_e.mean()).sum()), 0.0)
-        noise = interaction / (n_rows * (n_questions - 1)) if n_questions > 1 else np.nan
-        return _Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), self._count_G, noise)
-
-
 # ------------------------------------------------------------------------------------- prediction from text and labels
 
 
@@ -404,16 +372,34 @@ def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
 def _sampled_tasks(
     relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], counts_T: I64, sample: I64
 ) -> list[_Task]:
-    """Sum q over the questions of every task, for the rows of the sample; block by block."""
-    questions = [_QuestionSums(int(count)) for count in counts_T]
+    """Sum q over the questions of every task, for the rows of the sample, block by block; return tasks with prior 0.
+
+    The noise comes from the interaction sum of squares, rows x questions: that about the means of rows, minus that of
+    the means of questions, which shift all rows alike and are no noise.
+    """
+    questions = [slice(stop - count, stop) for count, stop in zip(counts_T, np.cumsum(counts_T), strict=True)]
+    n_rows, sum_E, squares_T = len(sample), np.zeros(int(counts_T.sum())), np.zeros(len(counts_T))
+    # questions are grouped in turn: (e, G), from questions to group means
+    in_group = [(np.arange(n)[:, None] % min(GROUPS, n) == np.arange(min(GROUPS, n))) * 1.0 for n in counts_T]
+    count_TG = [in_group_eG.sum(axis=0).astype(np.int64) for in_group_eG in in_group]
+    means = [list[F64]() for _ in counts_T]  # by task and block, (n, G)
     for kernel_blocks in zip(*(blocks() for blocks in relevance.values()), strict=True):
-        start, n_rows = kernel_blocks[0][0], len(kernel_blocks[0][1])
-        first, stop = np.searchsorted(sample, (start, start + n_rows))  # the sample is sorted
+        start = kernel_blocks[0][0]
+        first, stop = np.searchsorted(sample, (start, start + len(kernel_blocks[0][1])))  # the sample is sorted
         if first == stop:
             continue
         rows = sample[first:stop] - start
         terms = zip(relevance, kernel_blocks, strict=True)
-        q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in terms)
-        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
-            sums.add(q_ne)
-    return [sums.task for sums in questions]
+        q_nE = np.asarray(sum(coefficients[kernel] * block[rows] for kernel, (_, block) in terms))
+        sum_E += q_nE.sum(axis=0)
+        for t, columns in enumerate(questions):
+            q_ne = q_nE[:, columns]
+            means[t].append(q_ne @ (in_group[t] / count_TG[t]))
+            squares_T[t] += float(np.square(q_ne - q_ne.mean(axis=1, keepdims=True)).sum())
+    tasks = []
+    for t, columns in enumerate(questions):
+        mean_SG, mean_e, count = np.concatenate(means[t]), sum_E[columns] / n_rows, int(counts_T[t])
+        interaction = max(squares_T[t] - n_rows * float(np.square(mean_e - mean_e.mean()).sum()), 0.0)
+        noise = interaction / (n_rows * (count - 1)) if count > 1 else np.nan
+        tasks.append(_Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), count_TG[t], noise))
+    return tasks

@@ -186,11 +186,6 @@ class SubsetBlock:
         """Number of rows with a positive weight of each subset."""
         return self.weights.sizes
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of the corpus, N."""
-        return int(self.weights.shape[1])
-
 
 @dataclass(frozen=True, slots=True)
 class WeightedRows:
