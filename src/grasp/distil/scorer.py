@@ -194,7 +194,7 @@ def claims(path: Path | str) -> str:
 
 def read(path: Path | str) -> Card:
     """Read the metadata of a scorer."""
-    return SIGNED_CARD.read(path)
+    return SIGNED_CARD.read(Path(path))
 
 
 def verify(path: Path | str) -> None:

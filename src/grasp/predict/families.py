@@ -180,7 +180,7 @@ def parse_family(text: str) -> Family:
         if kind in ("uniform", "bernoulli") and 0.0 < (fraction := float(argument)) < 1.0:
             return Family(cast(FamilyKind, kind), fraction=fraction)
     if kind in ("mixture", "groups", "dirichlet") and argument:
-        return Family(kind, label=argument)
+        return Family(cast(FamilyKind, kind), label=argument)
     raise SubsetError(
         f"family {text!r}: unknown {kind!r} with {argument!r}; expected a fraction between 0 and 1, or a label: "
         "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
