@@ -503,8 +503,8 @@ def _problem_of_node(node: dict[str, Any]) -> str:
         texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
         if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
             return (
-                "replace must not lengthen text, since nested calls could exhaust the memory; expected constants, the "
-                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+                "replace must not lengthen text; expected constants, the new one no longer than the old one, e.g. "
+                "replace(topic, ' ', '_')"
             )
     return ""
 

@@ -74,8 +74,8 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
     leaks = {target: artifact.leaks(target) for target in targets}
     if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
-            f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}, since "
-            "an earlier version built it or they are no texts; rebuild it"
+            f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}: they "
+            "are no texts"
         )
     return np.unique(
         np.concatenate([target_leaks.row_index for target_leaks in leaks.values() if target_leaks is not None])

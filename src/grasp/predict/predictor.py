@@ -49,7 +49,7 @@ from grasp.errors import ProtocolError
 from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN
@@ -645,13 +645,8 @@ def additive_predictor(
     """
     rule, units = resolve_protocol(protocol, artifact), None
     if match is not None:
-        single_kernel = {
-            "name": f"{rule.name}, {match} alone",
-            "match": {match: 1.0},
-            "task": "mean",
-            "selected_on": None,
-        }
-        rule = parse_protocol(rule.model_dump() | single_kernel, f"match {match}")
+        single_kernel = {"name": f"{rule.name}, {match} alone", "match": {match: 1.0}, "task": "mean"}
+        rule = rule.model_copy(update={**single_kernel, "selected_on": None})
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
         column = next((e for e in columns if names[e] == unit), None)
