@@ -70,8 +70,8 @@ class ScoringProtocol(Settings):
         1.0,
         ge=0,
         le=1,
-        description="Factor of negative relevance, except of `gradient` and `replay`, whose sign is reliable: 1 retains "
-        "it, 0 drops it.",
+        description="Factor of negative relevance: 1 retains it, 0 drops it. That of `gradient` and `replay`, whose "
+        "sign is reliable, is retained.",
     )
     task: Literal["mean", "estimate"] = Field(
         "mean",
