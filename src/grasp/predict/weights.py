@@ -209,13 +209,14 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
     n_entries = 0
     for item in subsets:
         compressed = _compress(item, n_rows)
-        is_full = len(pending) == block or n_entries + compressed.size > MAX_BLOCK_ENTRIES
+        size = len(compressed.rows) // (12 if compressed.base is None else 1)  # memory, in entries of 12 bytes
+        is_full = len(pending) == block or n_entries + size > MAX_BLOCK_ENTRIES
         if pending and (is_full or pending[0].base != compressed.base):
             yield _stack(names, pending, n_rows)
             names, pending, n_entries = [], [], 0
         names.append(item.subset_id)
         pending.append(compressed)
-        n_entries += compressed.size
+        n_entries += size
     if pending:
         yield _stack(names, pending, n_rows)
 
@@ -233,11 +234,6 @@ class _CompressedSubset:
     base: float | None  # weight of rows without an entry; None: packed bits
     rows: NDArray[Any]  # row positions of the entries; or the bits
     entries: F64  # differences of their weights from the base; empty for packed bits
-
-    @property
-    def size(self) -> int:
-        """Memory, in entries of 12 bytes."""
-        return len(self.rows) // 12 if self.base is None else len(self.rows)
 
 
 def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
