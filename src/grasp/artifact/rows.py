@@ -152,7 +152,8 @@ def suggest_labels(source: ArtifactReader) -> tuple[str, ...]:
                 seen, batches = set[Label](), source.row_batches([field.name])
                 while len(seen) <= most and (batch := next(batches, None)) is not None:
                     seen.update(batch.column(0).unique().to_pylist())
-                labels += [field.name] * (2 <= len(seen) <= most)
+                if 2 <= len(seen) <= most:
+                    labels.append(field.name)
         if labels:
             return tuple(labels)
     return ()
