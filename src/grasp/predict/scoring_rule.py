@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.entry_points import entries, load_class
-from grasp.errors import ProtocolError, SettingsError
+from grasp.errors import ProtocolError
 from grasp.files import atomic_path
 from grasp.kernel_table import REPLAY
 from grasp.settings import Positions, Settings
@@ -151,7 +151,6 @@ class ScoringProtocol(Settings):
         Raises:
             ProtocolError: missing kernels or sketches, or other feature settings than required; the message lists all
                 problems.
-            ArtifactError: the artifact does not record the weights of its kernels.
         """
         array_names, feature_settings = artifact.array_names, artifact.feature_settings
         if self.match != "auto":
@@ -241,11 +240,13 @@ def targets_selected_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
-    """Read a protocol from a YAML or JSON file; the message of an error lists every problem."""
-    try:
-        return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
-    except SettingsError as err:
-        raise ProtocolError(str(err)) from err
+    """Read a protocol from a YAML or JSON file.
+
+    Raises:
+        SettingsError: the file cannot be read.
+        ProtocolError: invalid settings; the message lists every problem.
+    """
+    return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
 
 
 def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtocol:

@@ -202,7 +202,7 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
     A block has at most `block` subsets and at most the memory of MAX_BLOCK_ENTRIES entries.
 
     Raises:
-        SubsetError: a subset without rows, or weights that are not finite or negative.
+        SubsetError: weights that are not finite or negative.
     """
     names: list[str] = []
     pending: list[_CompressedSubset] = []
@@ -222,7 +222,7 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
 
 
 def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
-    """Return a block with the single subset that `mask_N` retains; raise SubsetError if the mask is empty."""
+    """Return a block with the single subset that `mask_N` retains, which is not empty."""
     subset = WeightedRows(subset_id, np.flatnonzero(mask_N), weights)
     return next(in_blocks([subset], len(mask_N), 1))
 
@@ -238,9 +238,7 @@ class _CompressedSubset:
 
 def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
-    location = f"subset {item.subset_id!r}"
-    if len(item.row_index) == 0:
-        raise SubsetError(f"{location}: has no rows; expected at least one")
+    assert len(item.row_index)
     if item.weights is None:  # these rows have weight 1, and all others 0
         if len(item.row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
             return _CompressedSubset(0.0, item.row_index, np.ones(len(item.row_index)))
@@ -254,7 +252,7 @@ def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
     if bad.size:
         first = f"row {int(item.row_index[bad[0]])} has weight {float(weights[bad[0]])!r}"
-        raise SubsetError(f"{location}: {first} ({bad.size} such); {WEIGHT_RANGE}")
+        raise SubsetError(f"subset {item.subset_id!r}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     return _CompressedSubset(0.0, item.row_index, weights)
 
 
