@@ -126,9 +126,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     Args:
         most: maximum number of slices, the largest ones; rare elements get no slice.
     Returns:
-        None if not all values of the label are lists of texts, as JSON.
-    Raises:
-        SubsetError: no element occurs in one row and not in another.
+        None if not all values of the label are lists of texts, as JSON, or no element is in some rows only.
     """
     elements_of = [() if value is None else _elements(value) for value in column.values]
     if None in elements_of or not any(elements_of):
@@ -144,7 +142,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     largest_first = np.argsort(-rows_M, kind="stable")
     selected = largest_first[rows_M[largest_first] < n_rows][:most]  # an element of every row selects nothing
     if not len(selected):
-        raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
+        return None
     membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
     literals = ["'" + name.replace("'", "''") + "'" for name in names]  # of SQL

@@ -202,7 +202,7 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
     A block has at most `block` subsets and at most the memory of MAX_BLOCK_ENTRIES entries.
 
     Raises:
-        SubsetError: weights that are not finite or negative.
+        SubsetError: a subset without rows, or weights that are not finite or negative.
     """
     names: list[str] = []
     pending: list[_CompressedSubset] = []
@@ -222,7 +222,7 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
 
 
 def single_subset(subset_id: str, mask_N: Bool, weights: F64 | None = None) -> SubsetBlock:
-    """Return a block with the single subset that `mask_N` retains, which is not empty."""
+    """Return a block with the single subset that `mask_N` retains; raise SubsetError if the mask is empty."""
     subset = WeightedRows(subset_id, np.flatnonzero(mask_N), weights)
     return next(in_blocks([subset], len(mask_N), 1))
 
@@ -238,7 +238,8 @@ class _CompressedSubset:
 
 def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
-    assert len(item.row_index)
+    if not len(item.row_index):
+        raise SubsetError(f"subset {item.subset_id!r}: has no rows; expected at least one")
     if item.weights is None:  # these rows have weight 1, and all others 0
         if len(item.row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
             return _CompressedSubset(0.0, item.row_index, np.ones(len(item.row_index)))
