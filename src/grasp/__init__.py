@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from grasp.api.makers import build, merge
     from grasp.api.makers import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.retrain import retrain
-    from grasp.distil.apply import apply
-    from grasp.distil.scorer import Scorer
     from grasp.pipeline.build import add_replay, add_targets
     from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
@@ -34,10 +32,8 @@ _HOMES = {
     "Artifact": "grasp.api.artifact",
     "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
-    "Scorer": "grasp.distil.scorer",
     "add_replay": "grasp.api.makers",
     "add_targets": "grasp.api.makers",
-    "apply": "grasp.distil.apply",
     "build": "grasp.api.makers",
     "evaluate": "grasp.api.evaluate",
     "import_runs": "grasp.runs.import_runs",
@@ -58,11 +54,9 @@ __all__ = [
     "GraspError",
     "Result",
     "RetrainedRuns",
-    "Scorer",
     "__version__",
     "add_replay",
     "add_targets",
-    "apply",
     "build",
     "evaluate",
     "import_runs",

@@ -20,6 +20,8 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
     results    directory with the results of runs       (path): results, see `grasp.runs.import_runs`
     run_table  table of runs                            (table): the table with one line per run
     recipe     fields of a training recipe              (fields, location): fields of `FineTuningRecipe`
+    output     path of `grasp info` and `grasp verify`  (path): description that prints itself, with `to_dict()`
+               `verify(path)`: raise ArtifactError if a file is damaged
 
 Start with `claimed`.
 """

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
+from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
 from grasp.errors import CorpusError
 from grasp.pipeline.pipeline import build_artifact
@@ -121,7 +122,7 @@ def test_lists_and_fields_that_are_missing(tmp_path):
 
 def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):
     settings = world(tmp_path)
-    scorer = grasp.open(build_artifact(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
+    scorer = distil(grasp.open(build_artifact(settings, tmp_path / "art")).files, "facts", tmp_path / "scorer").scorer
     texts = ["water and salt", "", "stone, iron, wind", "star"]
     documents = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
     expected, _ = Scorer.open(tmp_path / "scorer").score(texts)

@@ -515,7 +515,7 @@ def test_stored_rows_are_verified(root, built, tmp_path):
     assert verify(path).ok
     shard = next(path.glob("tokens/shard-*.parquet"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert [problem.file for problem in verify(path).problems] == [f"tokens/{shard.name}"]
+    assert list(verify(path).problems) == [f"tokens/{shard.name}"]
     with pytest.raises(ArtifactError, match=rf"tokens/{shard.name}: damaged"):
         _ = ArtifactReader.open(path).tokens_path
     discard(path / "tokens")  # it may be removed
@@ -809,9 +809,6 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
     if "gradient" in kernels:
         weights = dict.fromkeys(("output_layer", "embedding"), 0.25) | {"gradient": 1.0}
     assert DEFAULT_PROTOCOL.resolved_for(artifact).match == weights
-    del artifact.manifest.details["rule"]  # as of an earlier version
-    with pytest.raises(ArtifactError, match="does not record the weights of its kernels; build it again"):
-        DEFAULT_PROTOCOL.resolved_for(artifact)
 
 
 def test_a_build_without_a_way_to_train_stops_before_any_work(root, tmp_path):

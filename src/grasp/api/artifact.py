@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from grasp.api.score import score as _score
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
-    from grasp.distil.distil import distil as _distil
     from grasp.inspect.explain import explain as _explain
     from grasp.inspect.health import check as _check
     from grasp.report.build_report import report as _report
@@ -124,7 +123,6 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
-        distil = _typed(_distil)
         check = _typed(_check)
         report = _typed(_report)
         serve = _typed(_serve)
@@ -134,7 +132,6 @@ class Artifact:
         explain = _LazyMethod("grasp.inspect.explain")
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
-        distil = _LazyMethod("grasp.distil.distil")
         check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
         serve = _LazyMethod("grasp.report.serve")

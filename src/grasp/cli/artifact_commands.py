@@ -198,10 +198,7 @@ def info(
     stored are computed again with the model, if it is available.
     """
     from grasp.artifact.inspection import info as describe
-    from grasp.distil.scorer import SIGNED_CARD, is_scorer
-    from grasp.errors import ArtifactError
-    from grasp.files import kind_of
-    from grasp.store.remote import remote_url
+    from grasp.file_readers import claimed
 
     if check_health:
         overrides = merge_settings(None, assignments, {})
@@ -211,20 +208,9 @@ def info(
     for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
         if value:
             raise SettingsError(f"{flag}: requires --check")
-    if is_scorer(path):
-        card = SIGNED_CARD.read(path)
-        print(json_text(card.model_dump(mode="json")) if as_json else card)
-        return
-    try:
-        summary = describe(path)
-    except ArtifactError as err:
-        if remote_url(path) is not None or kind_of(path) != "nothing":
-            raise
-        raise ArtifactError(f"{err}; a scorer exists once `grasp distil` has finished") from err
-    if as_json:
-        print(json_text(summary.to_dict()))
-        return
-    print(summary)
+    claim = claimed("output", path)
+    summary = describe(path) if claim is None else claim.reader.read(path)
+    print(json_text(summary.to_dict()) if as_json else summary)
 
 
 PreviewModel = Annotated[
@@ -313,22 +299,22 @@ def verify(
     The exit code is 1 if a file is broken; all broken files are listed.
     """
     from grasp.artifact.inspection import verify as check
-    from grasp.distil.scorer import Scorer, is_scorer
     from grasp.errors import ArtifactError
+    from grasp.file_readers import claimed
 
-    if is_scorer(path):
+    if (claim := claimed("output", path)) is not None:
         try:
-            Scorer.open(path)  # verifies all files
+            claim.reader.verify(path)
         except ArtifactError as err:
             print(f"broken: {err}")
             raise typer.Exit(code=1) from err
-        print(f"{path}: scorer, all files intact")
+        print(f"{path}: {claim.name}, all files intact")
         return
     with Watch() as watch:
         watch.stage("verifying", rows=None, tokens=None)
         report = check(path)
-    for problem in report.problems:
-        print(f"broken: {problem}")
+    for file, damage in report.problems.items():
+        print(f"broken: {file}: {damage}")
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
     print(f"{report.path}: artifact, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:

@@ -36,7 +36,7 @@ from grasp.corpus.sources import (
 )
 from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
-from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percent_interval, with_interval
+from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, with_interval
 from grasp.errors import CorpusError, SettingsError
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
@@ -125,11 +125,10 @@ def apply(
         files = [replace(source, files=[file]) for file in source.files]
     claim_directory(out, MARKER, lambda _: False, inputs)
     with locked(out / MARKER):
-        copies_selected = budget is not None
-        if copies_selected:
-            manifest = out / SELECTED_DIRECTORY / MANIFEST  # written last: the documents were copied before
-            copies_selected = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
-        if copies_selected:
+        manifest = out / SELECTED_DIRECTORY / MANIFEST  # written last: the documents were copied before
+        if budget is not None and manifest.exists() and read_yaml(manifest).get("keep") == str(keep):
+            budget = None
+        if budget is not None:
             check_directory(out / SELECTED_DIRECTORY)
         store = Store(out, SCORED)
         store.begin(
@@ -158,18 +157,14 @@ def apply(
         score_M = np.concatenate(scores)
         documents = len(score_M)
         share, quality = unfamiliar / max(1, documents), scorer.card.quality
-        unfamiliar_note = f"{share:.1%} of the documents are unlike the training rows of the scorer"
-        unfamiliar_note += f" ({UNFAMILIAR_SHARE:.0%} of held-out rows are)"
-        if share > MAX_UNFAMILIAR:
-            unfamiliar_note += (
-                "; their scores are unreliable: build an artifact that includes such documents and distil it"
-            )
+        remedy = "; their scores are unreliable: build an artifact that includes such documents and distil it"
         notes = [
-            unfamiliar_note,
-            f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman)}; the "
-            f"top 20% by score have {percent_interval(quality.gain)} of the mean relevance of the true top 20%",
+            f"{share:.1%} of the documents are unlike the training rows of the scorer ({UNFAMILIAR_SHARE:.0%} of "
+            f"held-out rows are){remedy * (share > MAX_UNFAMILIAR)}",
+            f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman, '.2f')}; "
+            f"the top 20% by score have {with_interval(quality.gain, '.0%')} of the mean relevance of the true top 20%",
         ]
-        if copies_selected and budget is not None:
+        if budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}

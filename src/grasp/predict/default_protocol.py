@@ -85,6 +85,5 @@ def resolve_protocol(
         built_in = registered_protocol(rule).built_in()
         if set(built_in.arrays) <= set(artifact.array_names):
             return built_in
-    if not artifact.rule.for_new_model or known_questions or (subsets and REPLAY in artifact.kernels):
-        return DEFAULT_PROTOCOL
-    return TASK_PROTOCOL
+    replayed = subsets and f"relevance_{REPLAY}" in artifact.array_names
+    return DEFAULT_PROTOCOL if not artifact.rule.for_new_model or known_questions or replayed else TASK_PROTOCOL

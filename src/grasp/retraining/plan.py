@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import grasp
-from grasp.artifact.label_table import LabelTable
+from grasp.artifact.label_table import LabelTable, RowBatches
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
@@ -255,12 +255,14 @@ def _subsets(
     else:
         family, labels = parse_family(settings.family), None
         if family.label is not None:
-            table = LabelTable.from_batches(
-                store.table(0).schema,
-                store.n_rows,
-                lambda names: (
-                    batch for k in range(store.n_shards) for batch in store.read_columns(k, names).to_batches()
-                ),
+            table = LabelTable(
+                RowBatches(
+                    store.table(0).schema,
+                    store.n_rows,
+                    lambda names: (
+                        batch for k in range(store.n_shards) for batch in store.read_columns(k, names).to_batches()
+                    ),
+                )
             )
             labels = table.column(family.label, "family")
         n_rows, seed = store.n_rows, settings.family_seed

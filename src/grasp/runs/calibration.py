@@ -20,7 +20,7 @@ from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_amounts, row_tokens, suggest_labels
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, task_kernels
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
@@ -138,12 +138,9 @@ class SubsetFeaturizer:
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         codes = [(of_label.codes_N, len(of_label.slices)) for of_label in slices]
         amounts = tuple(_amounts(codes_N, n, row_amounts(artifact, measure, codes_N)) for codes_N, n in codes)
-        prefix, negative_factor = "relevance_", predictor.protocol.negative_factor
-        names = [name.removeprefix(prefix) for name in artifact.array_names if name.startswith(prefix)]
-        kernels = tuple(
-            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_factor(name), 1.0).relevance
-            for name in names
-        )
+        factors = dict.fromkeys(artifact.kernels, 1.0)
+        read = task_kernels(artifact, predictor.protocol, predictor.units, factors)
+        names, kernels = list(read), tuple(kernel.relevance for kernel in read.values())
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
         slice_weights = slices[0].each if slices else Weights.from_slices(codes_N, 1)
         n_rows_G1 = slice_weights.sizes[:, None]
