@@ -26,6 +26,7 @@ from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
+from grasp.corpus.conversations import PAIR, PAIRS_HINT
 from grasp.corpus.documents import Corpus
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
@@ -302,9 +303,12 @@ class RowStore:
         marks, skipped, n_documents, fingerprint = cls._write_shards(store, documents, rows, shard_rows, progress)
         if not marks:
             reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples)) or "it is empty"
+            first = next(documents(0), None)
+            columns = set() if first is None else {name.partition(".")[0] for name in (*first.labels, *first.ignored)}
+            hint = f"; {PAIRS_HINT}" if columns.issuperset(PAIR) else ""
             raise CorpusError(
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons}); "
-                "expected at least one of two tokens or more"
+                f"expected at least one of two tokens or more{hint}"
             )
         if (duplicate := _first_duplicate(store)) is not None:
             row_id, *positions = duplicate

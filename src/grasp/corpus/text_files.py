@@ -54,6 +54,8 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
     """
     try:
         stream = open_decompressed(handle, name)
+        if _first_bytes(stream).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise CorpusError(f"{name}: text is UTF-16, expected UTF-8; convert it: iconv -f utf-16 -t utf-8 FILE")
         if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
         elif begins_with_bracket(stream):
@@ -79,12 +81,16 @@ def open_decompressed(handle: BinaryIO, name: str) -> Any:
 
 def begins_with_bracket(stream: Any) -> bool:
     """Return whether a file is a JSON array: it begins with a bracket, which no JSON line does."""
+    return _first_bytes(stream).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _first_bytes(stream: Any) -> bytes:
+    """Return the first bytes of a stream that is not read yet, without reading it."""
     if isinstance(stream, io.BufferedReader):
-        begin = stream.peek(64)
-    else:
-        begin = stream.read(64)
-        stream.seek(0)
-    return bool(begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[")
+        return stream.peek(64)
+    begin: bytes = stream.read(64)
+    stream.seek(0)
+    return begin
 
 
 def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
@@ -177,9 +183,9 @@ def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     try:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
-            fault = "fields are separated by semicolons, expected commas"
+            fault = "fields are separated by semicolons, expected commas, and decimal points in numbers"
         elif duplicates := sorted({column for column in names if names.count(column) > 1}):
-            fault = f"has the column {duplicates[0]!r} more than once"
+            fault = f"has the column {duplicates[0]!r} more than once; expected the names of the columns here"
         for values in () if fault else reader:
             if not values:
                 continue

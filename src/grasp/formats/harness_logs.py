@@ -30,7 +30,7 @@ from math import isnan
 from typing import Any, NamedTuple, TypeVar
 
 from grasp.corpus.conversations import FAULTS, conversation_in
-from grasp.errors import CorpusError, TargetError
+from grasp.errors import TargetError, at
 from grasp.targets.units import LossOn, Unit
 from grasp.text import parse_json
 
@@ -382,13 +382,11 @@ class _Generation:
             delimiter = "" if not context or context[-1].isspace() or answer[:1].isspace() else " "
             return replace(self.unit, completion=_require_text(delimiter + answer, self.location))
         turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer, self.location)}]
-        try:
-            conversation = conversation_in({"messages": turns}, self.location)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
-        assert conversation is not None
-        if conversation.fault is not None:
-            raise TargetError(f"{self.location}: {FAULTS[conversation.fault]}")
+        with at(self.location, TargetError):
+            conversation = conversation_in({"messages": turns})
+            assert conversation is not None
+            if conversation.fault is not None:
+                raise TargetError(FAULTS[conversation.fault])
         loss_on: LossOn = "all" if self.unit.loss_on == "all" else "completion"  # few-shot examples are not scored
         return replace(
             self.unit,

@@ -379,13 +379,13 @@ def _other_columns(corpus: Corpus, batches: Iterable[I64]) -> Iterator[list[tupl
     """Yield the columns of the records of a corpus other than content, row_id and doc_id, read once, in order."""
     names_by_file: dict[str, list[str]] = {}
 
-    def names_of_others(columns: Mapping[str, Any], location: str) -> list[str]:
-        content = content_columns(corpus.settings, dict.fromkeys(columns), location)
-        ids = {*id_columns(corpus.settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
+    def names_of_others(columns: Mapping[str, Any]) -> list[str]:
+        content, _ = content_columns(corpus.settings, dict.fromkeys(columns))
+        ids = {*id_columns(corpus.settings, columns)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
 
     def select(schema: pa.Schema, name: str) -> Sequence[str]:
-        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema}, name)
+        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema})
         return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
     chunks, stop = corpus.source.chunks(0, select), 0
@@ -400,7 +400,7 @@ def _other_columns(corpus: Corpus, batches: Iterable[I64]) -> Iterator[list[tupl
             last = int(np.searchsorted(documents, stop))
             if isinstance(chunk, JsonRecord):
                 ((_, values),) = records_in(chunk)
-                others = {name: values[name] for name in names_of_others(values, chunk.location)}
+                others = {name: values[name] for name in names_of_others(values)}
                 records += [others] * (last - first)
             else:
                 table = to_readable_table(chunk.batch.select(names_by_file[chunk.name]))

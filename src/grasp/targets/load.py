@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
-from grasp.errors import CorpusError, TargetError
+from grasp.corpus.text_files import cell_value
+from grasp.errors import CorpusError, TargetError, at
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
-from grasp.targets.margins import split_metric, with_metric
+from grasp.targets.margins import METRICS, split_metric, with_metric
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import Unit, UnitSet
+from grasp.text import did_you_mean
 
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
@@ -108,6 +110,12 @@ def _load_name(
             if not units:
                 raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
             unit_lists.append(units)
+    elif "@" in name:  # no task has one in its name
+        unknown = name.rpartition("@")[2]
+        raise TargetError(
+            f"targets.names: {name}: no such file, and no metric {unknown!r}{did_you_mean(unknown, METRICS)}; expected "
+            f"a task or a file, and @ with one of {', '.join(METRICS)}"
+        )
     elif (claim := claimed("task", name)) is not None:
         unit_lists.append(claim.reader.read(name, settings.variant, settings.loss_on))
     else:
@@ -184,6 +192,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     for location, record in records:
         unit_id, target = record.get("unit_id"), record.get("target") or name
         weight: Any = record.get("weight")
+        weight = cell_value(weight) if isinstance(weight, str) else weight  # of a CSV file
         unit, fault = known.get(str(unit_id)), ""
         if unit is None:
             examples = ", ".join(list(known)[:3]) or "none"
@@ -192,7 +201,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
                 "--targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
         elif isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
-            fault = f"weight: got {weight!r}, expected a number other than 0; its sign is kept"
+            fault = f"weight: got {weight!r}, expected a number other than 0, with a decimal point; its sign is kept"
         if unit is None or fault:
             raise TargetError(f"{location}: {fault}")
         metrics.setdefault(str(target), []).append(
@@ -248,10 +257,8 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
     for location, record in read_records(settings.path, settings.split, field="targets.names"):
-        try:
-            content = form_of(record.keys(), settings, location).usual(record, location)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
+        with at(location, TargetError):
+            content = form_of(tuple(record), settings).usual(record)
         if "text" in content:  # all of it carries loss
             content = {"prompt": "", "completion": content["text"] or ""}
         yield location, {name: record[name] for name in ("task", "unit_id", "loss_on") if name in record} | content

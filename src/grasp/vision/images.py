@@ -76,9 +76,9 @@ def read_source_images(
 ) -> Iterator[ImageRecord]:
     """Yield the images of an open source, from position `start` to the limit in the settings."""
 
-    def content_columns(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
-        _check_columns(columns, classifier, location)
-        return (classifier.image_column,)
+    def content_columns(columns: Mapping[str, pa.DataType | None]) -> tuple[tuple[str], None]:
+        _check_columns(columns, classifier)
+        return (classifier.image_column,), None
 
     for record in read_records(source, settings, content_columns, start):
         yield ImageRecord(
@@ -93,21 +93,21 @@ def read_source_images(
         )
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings, location: str) -> None:
+def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings) -> None:
     """Check that the columns of images and classes exist, and that the type of the images is supported."""
     image_column = classifier.image_column
     required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
     for content, setting, column in required:
         if column not in columns:
             raise CorpusError(
-                f"{location}: no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
+                f"no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
                 f"model.classifier.{setting} to the column of {content}"
             )
     dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
     fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
     if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+            f"image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
             "(text) or a struct of bytes and path"
         )
 
