@@ -146,8 +146,8 @@ def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
     for path, split, message in (
         (tmp_path / "splits", None, r"splits: .*test, train.*--split"),
         (tmp_path / "splits", "dev", r"split: .*'dev'.*test, train"),
-        (tmp_path / "data", "dev", r"corpus\.split: .*'dev'.*file"),
-        (file, "train", r"corpus\.split: .*'train'.*one file"),
+        (tmp_path / "data", "dev", r"split: .*'dev'.*file"),
+        (file, "train", r"split: .*'train'.*one file"),
     ):
         with pytest.raises(CorpusError, match=message):
             read(path, split=split)

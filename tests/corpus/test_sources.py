@@ -95,7 +95,7 @@ def test_a_part_is_read_like_a_corpus_of_its_own(tmp_path, kind):
 
 @pytest.mark.parametrize("split", ["[:]]", "a[:10%", "a[1]", "a[:5]+b[:5]", "[:1.5%]"])
 def test_other_parts_are_refused(tmp_path, split):
-    with pytest.raises(CorpusError, match=r"corpus.split: .*expected one range of a split, such as train\[:10%\]"):
+    with pytest.raises(CorpusError, match=r"split: .*expected one range of a split, such as train\[:10%\]"):
         open_source(str(write_texts(tmp_path / "c.jsonl")), split)
 
 

@@ -39,8 +39,7 @@ class Template:
     """
 
     def __init__(self, text: str, setting: str) -> None:
-        self._text, self._setting, self._jinja = text, setting, None
-        self._failures: tuple[type[Exception], ...] = FAILURES
+        self._setting, self._failures, self._fill = setting, FAILURES, text.format_map
         if "{{" in text or "{%" in text:
             feature = f"{setting}, which is a Jinja template"
             jinja, sandbox, meta = (
@@ -50,12 +49,12 @@ class Template:
             environment = sandbox.ImmutableSandboxedEnvironment(
                 undefined=jinja.StrictUndefined, keep_trailing_newline=True
             )
-            self._failures = (*FAILURES, jinja.TemplateError)
             try:
-                self._jinja = environment.from_string(text)
+                self._fill = environment.from_string(text).render
                 self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             except jinja.TemplateError as err:
                 raise CorpusError(f"{setting}: {text!r} is not a valid Jinja template: {err}") from err
+            self._failures = (*FAILURES, jinja.TemplateError)
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
@@ -73,7 +72,7 @@ class Template:
             CorpusError: the record does not fit the template.
         """
         try:
-            return str(self._jinja.render(record)) if self._jinja else self._text.format(**record)
+            return str(self._fill(record))
         except self._failures as err:
             raise CorpusError(f"does not fit {self._setting}: {err!r}") from err
 
@@ -530,22 +529,19 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
         other_columns: all others: labels, which may be paths such as `images.0`, and ignored ones.
     """
     others = {name.partition(".")[0] for name in other_columns}
-    text_column, columns = roles.get("text", roles.get("turns")), {*roles.values(), *others}
-    notes = []
-    if text_column in PAIR and set(PAIR) <= columns and "rejected" not in roles:
+    text_column, notes = roles.get("text", roles.get("turns")), list[str]()
+    if text_column in PAIR and {*roles.values(), *others}.issuperset(PAIR) and "rejected" not in roles:
         other = PAIR[1 - PAIR.index(text_column)]
-        if "turns" in roles:
-            notes.append(f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read")
-        else:
-            has_prompt = "prompt" in columns
-            unread_parts = f"{other!r} and the prompt are" if has_prompt else f"{other!r} is"
-            advice = f". For loss on the answer after its prompt: {PROMPT_SETTINGS}" if has_prompt else ""
-            notes.append(
-                f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; "
-                f"{unread_parts} not read{advice}"
-            )
-    if unread := [name for name in TRAINER_COLUMNS if name in others]:
-        notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread)}")
+        note = f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
+        if "text" in roles:
+            note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {other!r}"
+            if "prompt" in others:
+                note += f" and the prompt are not read. For loss on the answer after its prompt: {PROMPT_SETTINGS}"
+            else:
+                note += " is not read"
+        notes.append(note)
+    if unread_columns := [name for name in TRAINER_COLUMNS if name in others]:
+        notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread_columns)}")
     return notes
 
 

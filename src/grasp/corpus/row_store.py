@@ -294,7 +294,7 @@ class RowStore:
             "format": FORMAT,
             "settings": identifying | {"shard_rows": shard_rows},
             **reader,
-            "corpus": _files_of(source),
+            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
         }
         store = Store(directory, ROWS)
         store.begin(plan, replace=replace)  # deletes rows of other input, the summary too
@@ -550,7 +550,7 @@ class RowStore:
             plan = parse_json((self._directory / ROWS.plan).read_bytes())
         except (OSError, ValueError):
             return False
-        files = _files_of(source)
+        files = {name: [size, stamp] for name, size, stamp in source.identity()}
         return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
 
     def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
@@ -595,8 +595,3 @@ def _first_duplicate(store: Store[RowsMark]) -> tuple[Any, ...] | None:
             )
     finally:
         discard(spill)
-
-
-def _files_of(source: Source) -> dict[str, list[str]]:
-    """Return size and stamp of each file of a corpus, by name."""
-    return {name: [size, stamp] for name, size, stamp in source.identity()}

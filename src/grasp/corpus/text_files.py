@@ -30,7 +30,7 @@ _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})", re.ASCII)  # 007 is text
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _LEADING_ZERO = re.compile(r"-?0\d", re.ASCII)
 
-Records = Iterator[tuple[int, dict[str, Any] | None]]
+Records = Iterator[tuple[int, Any]]
 
 
 @lru_cache(maxsize=256)
@@ -58,10 +58,12 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
             raise CorpusError(f"{name}: text is UTF-16, expected UTF-8; convert it: iconv -f utf-16 -t utf-8 FILE")
         if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
-        elif begins_with_bracket(stream):
-            yield from _read_json_array(stream, name, skip)
-        else:
-            yield from _json_lines(stream, name, skip)
+            return
+        for number, record in (_read_json_array if begins_with_bracket(stream) else _json_lines)(stream, name, skip):
+            if not isinstance(record, dict | None):
+                kind = type(record).__name__
+                raise CorpusError(f"{name}:{number}: got {kind}, expected a JSON object with the text in a field")
+            yield number, record
     except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or truncated: {one_line(err)}; write or download it again") from err
 
@@ -115,14 +117,7 @@ def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
             fault = "an object over several lines" if is_begin else f"not JSON: {one_line(err)}"
         if fault:
             raise CorpusError(f"{location}: {fault}; write one record per line, or an array")
-        yield number, _require_object(record, location)
-
-
-def _require_object(record: Any, location: str) -> dict[str, Any]:
-    """Return a record that must be a JSON object."""
-    if not isinstance(record, dict):
-        raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field")
-    return record
+        yield number, record
 
 
 def _read_json_array(stream: Any, name: str, skip: int) -> Records:
@@ -150,7 +145,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
                     break
             else:
                 number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
-                yield number, None if number <= skip else _require_object(record, location)
+                yield number, None if number <= skip else record
                 continue
         elif not is_incomplete:
             if expected != "[" and text[at] == "]":

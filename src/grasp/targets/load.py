@@ -20,7 +20,7 @@ from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
 from grasp.corpus.text_files import cell_value
-from grasp.errors import CorpusError, TargetError, at
+from grasp.errors import TargetError, at
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
@@ -99,7 +99,7 @@ def _load_name(
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
-            unread = read_records(file, field="targets.names")
+            unread = read_records(file)
             first_records = list(islice(unread, 1))  # [] if there are no records
             records = chain(first_records, unread)
             fields = first_records[0][1].keys() if first_records else ()
@@ -223,40 +223,30 @@ def target_name(path: str) -> str:
     A part of the path after `::`, which names a member of an archive or a table, is ignored.
     """
     stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
-    return _task_of_log(stem) or stem
-
-
-def _task_of_log(stem: str) -> str | None:
-    """Return the task of a log file of a harness, by its name without suffix; None: it is not named like one."""
     matches = (reader.LOG_NAME.fullmatch(stem) for reader in readers("target").values())
-    return next((match["task"] for match in matches if match), None)
+    return next((match["task"] for match in matches if match), stem)
 
 
-def read_records(
-    data: Source | str, split: str | None = None, field: str = "targets"
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_records(data: Source | str, split: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the records of a source or path, each with its location and all columns.
 
     Args:
         data: an opened source, or the path of a file or `datasets` directory.
         split: split of a `datasets` directory; None: the only one.
-        field: the setting that has the path, for messages.
     Raises:
         TargetError: the data cannot be read.
     """
-    try:
-        source = open_source(data, split, field) if isinstance(data, str) else data
+    with at("targets.names" if isinstance(data, str) else "targets", TargetError):
+        source = open_source(data, split) if isinstance(data, str) else data
         for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
             yield from records_in(chunk, repair=False)  # lone surrogates in a question are an error
-    except CorpusError as err:
-        raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
     """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit."""
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
-    for location, record in read_records(settings.path, settings.split, field="targets.names"):
+    for location, record in read_records(settings.path, settings.split):
         with at(location, TargetError):
             content = form_of(tuple(record), settings).usual(record)
         if "text" in content:  # all of it carries loss
@@ -275,8 +265,9 @@ def _find_logs(directory: str) -> list[str]:
     """Return the log files of a harness below a local directory, one per task; empty if there are none."""
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):
-            first = logs.setdefault(target_name(path.name), str(path))
+        task = target_name(path.name)
+        if holds_records(path.name) and task != _SUFFIX.sub("", path.name):  # its name is that of a log
+            first = logs.setdefault(task, str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
     return list(logs.values())

@@ -36,8 +36,8 @@ from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
     "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
-    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored; the first line of "
-    "a CSV file has the names, e.g. question,A,B,C,D,answer"
+    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored; the first line "
+    "of a CSV file has the names, e.g. question,A,B,C,D,answer"
 )
 
 Records = Iterable[tuple[str, Mapping[str, Any]]]  # pairs of a location and the fields of the record there
