@@ -127,6 +127,9 @@ def test_text_that_is_not_utf_8():
         records(b"a,b\n1,\xff\n", "c.csv")
     with pytest.raises(CorpusError, match=r"^c\.json, record 1: .*UTF-8"):
         records(b'[{"a": "\xff"}]', "c.json")
+    for name in ("c.csv", "c.jsonl"):
+        with pytest.raises(CorpusError, match=r"^c\..*: text is UTF-16, expected UTF-8; convert it: iconv"):
+            records('{"a": 1}\n'.encode("utf-16"), name)
 
 
 def test_notes_on_the_data_are_not_read(tmp_path):

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
-from grasp.corpus.text_files import DELIMITER, TEXT_KINDS, file_type, one_line, text_records
+from grasp.corpus.text_files import DELIMITER, FILE_TYPES, file_type, one_line, text_records
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError, at
 from grasp.extras import require
@@ -104,12 +104,7 @@ def is_local(path: str) -> bool:
 
 def is_parquet(path: str) -> bool:
     """Return whether a file is Parquet, by its name."""
-    return file_type(path) == ("parquet", "")
-
-
-def holds_records(path: str) -> bool:
-    """Return whether a file is of a type that sources read, by its name."""
-    return is_parquet(path) or file_type(path)[0] in TEXT_KINDS
+    return file_type(path)[0] == "parquet"
 
 
 def open_source(path: str, split: str | None = None) -> Source:
@@ -161,7 +156,7 @@ def _open_whole(path: str, split: str | None) -> Source:
         fault = f"split: got {split!r}, but {path} is one file and has no splits; omit it"
         if split is None:
             fault = f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}"
-        if split is not None or not holds_records(root):
+        if split is not None or file_type(root)[0] not in FILE_TYPES:
             raise CorpusError(fault)
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
@@ -183,7 +178,7 @@ def _files_of_directory(fs: Any, root: str, path: str, split: str | None) -> tup
     visible = [file for file, steps in relative.items() if not any(s.startswith((".", "_")) for s in steps.parts)]
     # Other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv. C4, Dolma and others
     # use `.json.gz` for JSON lines; plain `.json` files seldom are.
-    records = [file for file in visible if holds_records(file)]
+    records = [file for file in visible if file_type(file)[0] in FILE_TYPES]
     rank_of = {file: (file_type(file)[0] in DELIMITER, file_type(file) == ("json", "")) for file in records}
     lowest = min(rank_of.values(), default=None)
     files = [file for file in records if rank_of[file] == lowest]

@@ -20,7 +20,7 @@ from grasp.errors import CorpusError
 
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 DELIMITER = {"csv": ",", "tsv": "\t"}
-TEXT_KINDS = ("jsonl", "json", *DELIMITER)
+FILE_TYPES = ("parquet", "jsonl", "json", *DELIMITER)  # of files that sources read
 _USUAL_SUFFIX = {".ndjson": ".jsonl", ".pq": ".parquet", ".zstd": ".zst", ".gzip": ".gz"}  # by another one in use
 MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
@@ -37,11 +37,12 @@ Records = Iterator[tuple[int, Any]]
 def file_type(name: str) -> tuple[str, str]:
     """Return the usual suffix of a file in lower case without its dot, and the usual suffix of its compression.
 
-    For example ("jsonl", ".gz") of `A.NDJSON.gzip`; either is empty if there is none.
+    For example ("jsonl", ".gz") of `A.NDJSON.gzip`; either is empty if there is none. Compressed Parquet is no type.
     """
     suffixes = [_USUAL_SUFFIX.get(suffix, suffix) for suffix in PurePosixPath(name.lower()).suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSION_BY_SUFFIX else ""
-    return suffixes[-1][1:] if suffixes else "", compression
+    kind = suffixes[-1][1:] if suffixes else ""
+    return "" if kind == "parquet" and compression else kind, compression
 
 
 def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
@@ -54,15 +55,17 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
     """
     try:
         stream = open_decompressed(handle, name)
-        if _first_bytes(stream).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise CorpusError(f"{name}: text is UTF-16, expected UTF-8; convert it: iconv -f utf-16 -t utf-8 FILE")
         if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
             return
-        for number, record in (_read_json_array if begins_with_bracket(stream) else _json_lines)(stream, name, skip):
+        is_array = begins_with_bracket(stream)
+        for number, record in (_read_json_array if is_array else _json_lines)(stream, name, skip):
             if not isinstance(record, dict | None):
-                kind = type(record).__name__
-                raise CorpusError(f"{name}:{number}: got {kind}, expected a JSON object with the text in a field")
+                location = f"{name}, record {number}" if is_array else f"{name}:{number}"
+                got = type(record).__name__
+                raise CorpusError(f"{location}: got {got}, expected a JSON object with the text in a field")
             yield number, record
     except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or truncated: {one_line(err)}; write or download it again") from err
@@ -73,26 +76,18 @@ def one_line(err: BaseException) -> str:
     return " ".join(str(err).split()) or type(err).__name__
 
 
-def open_decompressed(handle: BinaryIO, name: str) -> Any:
+def open_decompressed(handle: BinaryIO, name: str) -> io.BufferedReader:
     """Return a stream of the decompressed content of a file, whose suffix names the compression."""
     codec = COMPRESSION_BY_SUFFIX.get(file_type(name)[1])
-    if codec is None:
-        return handle
-    return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
+    if codec == "xz":
+        return io.BufferedReader(lzma.LZMAFile(handle))
+    raw: Any = handle if codec is None else pa.CompressedInputStream(handle, codec)
+    return io.BufferedReader(raw)
 
 
-def begins_with_bracket(stream: Any) -> bool:
+def begins_with_bracket(stream: io.BufferedReader) -> bool:
     """Return whether a file is a JSON array: it begins with a bracket, which no JSON line does."""
-    return _first_bytes(stream).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-
-
-def _first_bytes(stream: Any) -> bytes:
-    """Return the first bytes of a stream that is not read yet, without reading it."""
-    if isinstance(stream, io.BufferedReader):
-        return stream.peek(64)
-    begin: bytes = stream.read(64)
-    stream.seek(0)
-    return begin
+    return stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:

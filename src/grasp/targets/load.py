@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
-from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
-from grasp.corpus.text_files import cell_value
+from grasp.corpus.sources import IN_MEMORY, Source, open_source, unread_files_note
+from grasp.corpus.text_files import FILE_TYPES, cell_value, file_type
 from grasp.errors import TargetError, at
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
@@ -77,7 +77,9 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         for target, units in population.items()
     ]
     excluded = frozenset(settings.exclude_units)
-    excluded_ids = tuple(unit.unit_id for unit in all_units if _is_excluded(unit.unit_id, excluded))
+    excluded_ids = tuple(
+        unit.unit_id for unit in all_units if not excluded.isdisjoint((unit.unit_id, split_metric(unit.unit_id)[0]))
+    )
     sizes = {target: len(units) for target, units in population.items()}
     return UnitSet(tuple(chain(*drawn)), excluded_ids, sizes, all_units)
 
@@ -91,12 +93,18 @@ def _load_name(
     unit_lists: list[Sequence[Unit]] = []
     weight_files: list[tuple[str, Records]] = []
     # a file name has a directory, a URL scheme or a known suffix, or the file exists
-    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or holds_records(name)
+    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or file_type(name)[0] in FILE_TYPES
+    task, _, unknown = name.rpartition("@")  # a metric that does not exist
     if in_memory and name.startswith(IN_MEMORY):
         unit_lists.append(in_memory)
     elif (claim := claimed("corpus", name)) is not None:
         entry = claim.reader.read(name)
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
+    elif task and not Path(name).exists() and (Path(task).exists() or not is_file):  # no task has an @ in its name
+        raise TargetError(
+            f"targets.names: {name}: no such file, and no metric {unknown!r}{did_you_mean(unknown, METRICS)}; expected "
+            f"a task or a file, and @ with one of {', '.join(METRICS)}"
+        )
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
             unread = read_records(file)
@@ -110,12 +118,6 @@ def _load_name(
             if not units:
                 raise TargetError(f"{file}: no units; {EXPECTED_FIELDS}")
             unit_lists.append(units)
-    elif "@" in name:  # no task has one in its name
-        unknown = name.rpartition("@")[2]
-        raise TargetError(
-            f"targets.names: {name}: no such file, and no metric {unknown!r}{did_you_mean(unknown, METRICS)}; expected "
-            f"a task or a file, and @ with one of {', '.join(METRICS)}"
-        )
     elif (claim := claimed("task", name)) is not None:
         unit_lists.append(claim.reader.read(name, settings.variant, settings.loss_on))
     else:
@@ -167,15 +169,11 @@ def draw(target: str, items: Sequence[T], unit_ids: Sequence[str], settings: Tar
     aliases = {alias: name for reader in readers("task").values() for alias, name in reader.ALIASES.items()}
     order = stream(settings.seed, "units", aliases.get(task, task)).permutation(len(items))
     excluded = frozenset(settings.exclude_units)
-    remaining = [items[k] for k in order if not _is_excluded(unit_ids[k], excluded)]
+    # by the id of a unit, or by its id without the metric: `sciq:3` excludes `sciq:3@margin`
+    remaining = [items[k] for k in order if excluded.isdisjoint((unit_ids[k], split_metric(unit_ids[k])[0]))]
     if not remaining:
         raise TargetError(f"targets: {target} has {len(items)} units and all are in exclude_units; keep at least one")
     return remaining[: settings.units_per_target]
-
-
-def _is_excluded(unit_id: str, excluded: frozenset[str]) -> bool:
-    """Return whether a unit is excluded by its id or by its id without the metric, as `sciq:3` of `sciq:3@margin`."""
-    return unit_id in excluded or split_metric(unit_id)[0] in excluded
 
 
 def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
@@ -266,7 +264,7 @@ def _find_logs(directory: str) -> list[str]:
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
         task = target_name(path.name)
-        if holds_records(path.name) and task != _SUFFIX.sub("", path.name):  # its name is that of a log
+        if file_type(path.name)[0] in FILE_TYPES and task != _SUFFIX.sub("", path.name):  # its name is that of a log
             first = logs.setdefault(task, str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
