@@ -141,7 +141,7 @@ def test_a_bucket_without_credentials_is_an_error_of_one_line(no_credentials):
     reason = r"s3://bucket/a.jsonl: cannot be reached: Unable to locate credentials; .*FSSPEC_S3_ANON=true"
     with pytest.raises(CorpusError, match=f"^{reason}"):
         open_source("s3://bucket/a.jsonl")
-    with pytest.raises(TargetError, match=f"^targets: {reason}"):
+    with pytest.raises(TargetError, match=f"^targets.names: {reason}"):
         list(read_records("s3://bucket/a.jsonl"))
 
 
