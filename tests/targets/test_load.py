@@ -70,7 +70,7 @@ def test_the_header_of_a_csv_file_may_have_capitals_but_must_exist(tmp_path):
     (tmp_path / "mmlu.csv").write_text("Question,A,B,C,D,Answer\n1+1?,3,2,4,5,B\n")
     assert plain(load(tmp_path, name="mmlu.csv")) == {"mmlu:0": ("mmlu", "Question: 1+1?\nAnswer:", " 2")}
     (tmp_path / "bare.csv").write_text("1+1?,3,2,4,5,B\n1+2?,3,2,4,5,A\n")
-    with pytest.raises(TargetError, match=r"bare\.csv:2: has the fields .*the first line of a CSV file has the names"):
+    with pytest.raises(TargetError, match=r"bare\.csv:2: has the fields .*the first line has the names"):
         load(tmp_path, name="bare.csv")
 
 

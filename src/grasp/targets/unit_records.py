@@ -28,6 +28,7 @@ from grasp.corpus.conversations import (
     holds_turns,
     read_preference_pair,
 )
+from grasp.corpus.text_files import DELIMITER, file_type
 from grasp.errors import TargetError, at
 from grasp.file_readers import claimed
 from grasp.targets.choices import MultipleChoice, choices_field, parse_choices, question_prompt, right_choices
@@ -36,8 +37,7 @@ from grasp.yaml_files import describe
 
 EXPECTED_FIELDS = (
     "expected `prompt` and `completion`, `question` and `answer`, `choices` and `answer`, `messages`, `instruction` "
-    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored; the first line "
-    "of a CSV file has the names, e.g. question,A,B,C,D,answer"
+    "and `output`, `chosen` and `rejected`, or the log of a harness with the requests that it scored"
 )
 
 Records = Iterable[tuple[str, Mapping[str, Any]]]  # pairs of a location and the fields of the record there
@@ -88,7 +88,10 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
                 form = form_of(values)
             if not form and values.keys().isdisjoint(("prompt", "completion")):
                 names = ", ".join(str(name) if name in values else f"{name} (null)" for name in record) or "none"
-                raise TargetError(f"has the fields {names}; {EXPECTED_FIELDS}")
+                hint = ""
+                if file_type(location.rpartition(":")[0])[0] in DELIMITER:
+                    hint = "; the first line has the names, e.g. question,A,B,C,D,answer"
+                raise TargetError(f"has the fields {names}; {EXPECTED_FIELDS}{hint}")
             if form == "choices":
                 questions.append(parse_choices(values, location))
         parsed.append((location, values, form))
