@@ -137,7 +137,7 @@ def _names_of(fields: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dic
         "formats": {
             "with_input": kind.get("format") or "{instruction} {input} ",
             "without_input": kind.get("no_input_format") or "{instruction} ",
-            "system": kind.get("system_format") or "{system}",
+            "system": kind.get("system_format") or ("{system}" if "system" in parts else ""),
             "default_system": kind.get("system_prompt") or "",
         },
     }
