@@ -25,9 +25,10 @@ from grasp.corpus.conversations import IDS, Conversation, Form, Span, form_of, h
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
 from grasp.corpus.text_files import DELIMITER, cell_value, file_type, one_line
-from grasp.corpus.values import plain_record, plain_values
+from grasp.corpus.values import plain_json, plain_values
 from grasp.errors import CorpusError, at
 from grasp.settings import CorpusSettings
+from grasp.text import did_you_mean
 
 ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one holds row ids, unless a setting names another column
 DOC_ID_COLUMN = "doc_id"
@@ -173,7 +174,8 @@ def records_in(
     """
     if isinstance(chunk, JsonRecord):
         try:
-            record = plain_record(chunk.record, repair=repair)
+            fields = [plain_json(name, repair=repair) for name in chunk.record]  # also null ones, which are columns
+            record = dict(zip(fields, plain_json([*chunk.record.values()], repair=repair), strict=True))
         except RecursionError as err:
             raise CorpusError(f"{chunk.location}: nested too deeply; fix or remove the line") from err
         yield chunk.location, record
@@ -217,7 +219,10 @@ def id_columns(settings: CorpusSettings, names: Collection[str]) -> tuple[str | 
     if row_id is None:
         row_id = next((name for name in ROW_ID_COLUMNS if name in names), None)
     elif row_id and row_id not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
-        raise CorpusError(f"no column {row_id!r}, named by corpus.row_id_column; columns found: {', '.join(names)}")
+        hint = did_you_mean(row_id, names)
+        raise CorpusError(
+            f"no column {row_id!r}{hint}, named by corpus.row_id_column; columns found: {', '.join(names)}"
+        )
     return row_id or None, DOC_ID_COLUMN
 
 
