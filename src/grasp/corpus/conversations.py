@@ -545,28 +545,28 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
     return notes
 
 
+# Forms of records by the option that selects them: the kind, the columns that a record needs, and those that it may
+# have. Of alternative names, separated by |, the first existing one is read.
+FORMS: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    **{f"--text-column {name}": ("text", (name,), EXTRA_COLUMNS) for name in TURNS},
+    f"--text-column {TEXT}": ("text", (TEXT,), ()),
+    "--set corpus.form=prompt": ("prompt", ("prompt", "completion"), EXTRA_COLUMNS),
+    "--set corpus.form=instruction": (
+        "instruction",
+        ("instruction", "|".join(OUTPUTS)),
+        ("|".join(INPUTS), *EXTRA_COLUMNS, HISTORY),
+    ),
+}
+
+
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Return every form of records with these columns, by the option that selects it."""
-    extra = tuple(name for name in EXTRA_COLUMNS if name in names)
-    forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
-    if TEXT in names:
-        forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))
-    if "prompt" in names and "completion" in names:
-        forms["--set corpus.form=prompt"] = Form("prompt", ("prompt", "completion", *extra))
-    output = next((name for name in OUTPUTS if name in names), None)
-    if "instruction" in names and output is not None:
-        inputs = tuple(name for name in INPUTS if name in names)[:1]
-        earlier = (HISTORY,) if HISTORY in names else ()
-        columns = ("instruction", output, *inputs, *extra, *earlier)
-        forms["--set corpus.form=instruction"] = Form("instruction", columns)
+    forms = {}
+    for option, (kind, needed, further) in FORMS.items():
+        columns = [next((name for name in group.split("|") if name in names), "") for group in (*needed, *further)]
+        if all(columns[: len(needed)]):
+            forms[option] = Form(kind, tuple(filter(None, columns)))
     return forms
-
-
-NEEDED: Final = {  # columns of a form, for messages
-    "prompt": "`prompt` and `completion`",
-    "instruction": "`instruction` and `output` or `response`",
-    "preference": "`chosen` and `rejected`",
-}
 
 
 @lru_cache(maxsize=256)
@@ -599,7 +599,9 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
             prompts = [name for name in PAIR_PROMPTS if name in names][:1]
             extra = [name for name in EXTRA_COLUMNS if name in names]
             form = Form("preference", (*prompts, *PAIR, *extra))
-        return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
+        _, needed, _ = FORMS.get(f"--set corpus.form={settings.form}", ("", PAIR, ()))
+        columns = " and ".join(" or ".join(f"`{name}`" for name in group.split("|")) for group in needed)
+        return form or f"corpus.form: got {settings.form}, which takes {columns}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if IDS in names:

@@ -523,7 +523,8 @@ def _select_split(loaded: Any, split: str | None, location: str) -> Any:
     name = next(iter(tables)) if split is None and len(tables) == 1 else split
     if name in tables:
         return tables[name].with_format("arrow")
-    if split is None:
-        raise CorpusError(f"{location}: has the splits {names}; select one with --split (corpus.split)")
     kind = "" if isinstance(loaded, Mapping) else ", which is one table"
-    raise CorpusError(f"split: got {split!r}, expected one of the splits of {location}{kind}: {names}")
+    fault = f"split: got {split!r}, expected one of the splits of {location}{kind}: {names}"
+    if split is None:
+        fault = f"{location}: has the splits {names}; select one with --split (corpus.split)"
+    raise CorpusError(fault)
