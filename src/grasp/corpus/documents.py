@@ -174,8 +174,10 @@ def records_in(
     """
     if isinstance(chunk, JsonRecord):
         try:
-            fields = [plain_json(name, repair=repair) for name in chunk.record]  # also null ones, which are columns
-            record = dict(zip(fields, plain_json([*chunk.record.values()], repair=repair), strict=True))
+            record = {  # with null fields, which are columns
+                plain_json(name, repair=repair): plain_json(value, repair=repair)
+                for name, value in chunk.record.items()
+            }
         except RecursionError as err:
             raise CorpusError(f"{chunk.location}: nested too deeply; fix or remove the line") from err
         yield chunk.location, record
