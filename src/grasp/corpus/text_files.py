@@ -55,7 +55,7 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
     """
     try:
         stream = open_decompressed(handle, name)
-        if stream.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if _first_bytes(stream).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise CorpusError(f"{name}: text is UTF-16, expected UTF-8; convert it: iconv -f utf-16 -t utf-8 FILE")
         if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
@@ -76,18 +76,26 @@ def one_line(err: BaseException) -> str:
     return " ".join(str(err).split()) or type(err).__name__
 
 
-def open_decompressed(handle: BinaryIO, name: str) -> io.BufferedReader:
+def open_decompressed(handle: BinaryIO, name: str) -> Any:
     """Return a stream of the decompressed content of a file, whose suffix names the compression."""
     codec = COMPRESSION_BY_SUFFIX.get(file_type(name)[1])
-    if codec == "xz":
-        return io.BufferedReader(lzma.LZMAFile(handle))
-    raw: Any = handle if codec is None else pa.CompressedInputStream(handle, codec)
-    return io.BufferedReader(raw)
+    if codec is None:
+        return handle
+    return io.BufferedReader(lzma.LZMAFile(handle) if codec == "xz" else pa.CompressedInputStream(handle, codec))
 
 
-def begins_with_bracket(stream: io.BufferedReader) -> bool:
+def begins_with_bracket(stream: Any) -> bool:
     """Return whether a file is a JSON array: it begins with a bracket, which no JSON line does."""
-    return stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    return _first_bytes(stream).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _first_bytes(stream: Any) -> bytes:
+    """Return the first bytes of a stream that is not read yet, without reading it."""
+    if isinstance(stream, io.BufferedReader):
+        return stream.peek(64)
+    begin: bytes = stream.read(64)
+    stream.seek(0)
+    return begin
 
 
 def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
