@@ -39,7 +39,8 @@ class Template:
     """
 
     def __init__(self, text: str, setting: str) -> None:
-        self._setting, self._failures, self._fill = setting, FAILURES, text.format_map
+        self._setting, self._fill = setting, text.format_map
+        self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
             feature = f"{setting}, which is a Jinja template"
             jinja, sandbox, meta = (

@@ -53,7 +53,7 @@ def read(path: str) -> dict[str, Any]:
     name, fields = select_entry(_entries_of(config, file), name, file)
     with at(f"{file}#{name}"):
         names, notes = _names_of(fields, config)
-        resolved = {"path": _data_path(fields)}
+        resolved: dict[str, Any] = {"path": _data_path(fields)}
         if fields.get("split"):
             is_file = Path(resolved["path"]).is_file()
             resolved["split"] = part_of_file(fields["split"]) if is_file else fields["split"]
@@ -121,7 +121,7 @@ def _names_of(fields: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dic
         return names, notes
     if kind == "alpaca":
         kind = {"format": _ALPACA_WITH_INPUT, "no_input_format": _ALPACA}
-        parts = _INSTRUCTION[:3]
+        parts: tuple[str, ...] = _INSTRUCTION[:3]
     elif isinstance(kind, dict):
         parts = _INSTRUCTION
         with at("type"):

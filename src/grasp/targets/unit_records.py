@@ -171,8 +171,9 @@ def _pair_unit(unit: Unit, pair: Content) -> Unit:
             prompt, answer = side.text[:begin], side.text[begin:end]
             if not answer.strip():
                 raise TargetError(f"{name}: no text follows the prompt {prompt!r:.60}; remove the record")
-        changes = {"prompt": prompt, "completion": answer, "conversation": side.conversation}
-        answers.append(replace(unit, loss_on="completion", **changes))
+        answers.append(
+            replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=side.conversation)
+        )
     return replace(answers[0], others=(answers[1],), metric=MARGIN)
 
 
