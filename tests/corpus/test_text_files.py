@@ -113,6 +113,8 @@ def test_records_before_the_end_of_a_truncated_array_are_read(cut):
         ("c.json", "[{}, 1]", r"^c\.json, record 2: got int, expected a JSON object"),
         ("c.json", "[" + '{"a":' * 100_000, r"^c\.json, record 1: nested too deeply"),
         ("c.json", '{"a": 1}\n[]\n', r"^c\.json:2: got list"),
+        ("c.json", '{"a": 1}\nnull\n', r"^c\.json:2: got NoneType"),
+        ("c.json", "[null]", r"^c\.json, record 1: got NoneType"),
         ("c.csv.gz", "a,b\n", r"^c\.csv\.gz: damaged or truncated"),
         ("c.jsonl.xz", "{}\n", r"^c\.jsonl\.xz: damaged or truncated"),
     ],

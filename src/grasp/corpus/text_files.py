@@ -61,8 +61,8 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
             yield from _read_delimited(stream, name, skip)
             return
         is_array = begins_with_bracket(stream)
-        for number, record in (_read_json_array if is_array else _json_lines)(stream, name, skip):
-            if not isinstance(record, dict | None):
+        for k, (number, record) in enumerate((_read_json_array if is_array else _json_lines)(stream, name, skip)):
+            if k >= skip and not isinstance(record, dict):
                 location = f"{name}, record {number}" if is_array else f"{name}:{number}"
                 got = type(record).__name__
                 raise CorpusError(f"{location}: got {got}, expected a JSON object with the text in a field")
