@@ -61,13 +61,13 @@ def at(place: str, error_type: type[GraspError] | None = None) -> Iterator[None]
     """Put a place before the message of an error that the block raises: `PLACE: MESSAGE`.
 
     Args:
-        place: what the error is about, such as file and line of a record, or a setting; empty: only change the type.
+        place: what the error is about, such as file and line of a record, or a setting.
         error_type: type of the new error in the place of a `CorpusError`. Default: the same.
     """
     try:
         yield
     except GraspError as err:
-        message = f"{place}: {err}" if place else str(err)
+        message = f"{place}: {err}"
         if error_type is not None and isinstance(err, CorpusError):
             raise error_type(message) from err
         err.args = (message,)
