@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
 from grasp.corpus.sources import IN_MEMORY, Source, open_source, unread_files_note
-from grasp.corpus.text_files import FILE_TYPES, cell_value, file_type
+from grasp.corpus.text_files import DELIMITER, FILE_TYPES, cell_value, file_type
 from grasp.errors import TargetError, at
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
@@ -190,7 +190,8 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     for location, record in records:
         unit_id, target = record.get("unit_id"), record.get("target") or name
         weight: Any = record.get("weight")
-        weight = cell_value(weight) if isinstance(weight, str) else weight  # of a CSV file
+        if isinstance(weight, str) and file_type(location.rpartition(":")[0])[0] in DELIMITER:
+            weight = cell_value(weight)
         unit, fault = known.get(str(unit_id)), ""
         if unit is None:
             examples = ", ".join(list(known)[:3]) or "none"
