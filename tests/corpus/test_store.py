@@ -457,7 +457,7 @@ REFUSED = [
     (
         [{"messages": [{"role": "user", "content": "hi"}], "chosen": [{"role": "assistant"}], "rejected": "b"}],
         {},
-        "does not answer.*to train on the pairs: --loss dpo",
+        "without an answer.*to train on the pairs: --loss dpo",
     ),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "case"),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "case"),
