@@ -343,7 +343,11 @@ def stored_tokens(table: pa.Table, token_ids: Sequence[Sequence[int]]) -> list[U
 def _metrics(table: pa.Table) -> list[tuple[str, float, list[dict[str, Any]]]]:
     """Return metric, weight and answers of each unit; answers are empty if the metric is the loss."""
     columns = [
-        table[name].to_pylist() if name in table.column_names else [default] * len(table)
-        for name, default in ((METRIC_COLUMN, LOSS), (WEIGHT_COLUMN, 1.0), (ANSWERS_COLUMN, None))
+        table[name].to_pylist() if name in table.column_names else [None] * len(table)
+        for name in (METRIC_COLUMN, WEIGHT_COLUMN, ANSWERS_COLUMN)
     ]
-    return [(metric, weight, answers or []) for metric, weight, answers in zip(*columns, strict=True)]
+    # null in tables that were joined: a unit without the column
+    return [
+        (metric or LOSS, 1.0 if weight is None else weight, answers or [])
+        for metric, weight, answers in zip(*columns, strict=True)
+    ]
