@@ -10,7 +10,7 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
 
     door       source                                   read
     corpus     path of a corpus or target               (path): fields of `grasp.settings.CorpusSettings`
-    record     `FieldNames` of the records of a corpus  (values, names, location): record in the usual names
+    record     `FieldNames` of the records of a corpus  (values, names): record in the usual names
     target     first record of a file of units          (records, task, loss_on): list of `grasp.targets.units.Unit`
                `LOG_NAME`: pattern of file names without suffix, with the group `task`
     task       name of a target that is no file         (name, variant, loss_on): list of units
@@ -19,7 +19,7 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
     mixture    path of the mixture of a run             (path): `grasp.mixtures.MixtureFile`
     results    directory with the results of runs       (path): results, see `grasp.runs.import_runs`
     run_table  table of runs                            (table): the table with one line per run
-    recipe     fields of a training recipe              (fields, location): fields of `FineTuningRecipe`
+    recipe     fields of a training recipe              (fields): fields of `FineTuningRecipe`
     output     path of `grasp info` and `grasp verify`  (path): description that prints itself, with `to_dict()`
                `verify(path)`: raise ArtifactError if a file is damaged
 

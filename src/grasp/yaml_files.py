@@ -64,7 +64,7 @@ def describe(err: ValidationError, location: str, model_class: type[BaseModel] |
 
     Args:
         err: error of pydantic.
-        location: beginning of the message.
+        location: beginning of the message; empty: none.
         model_class: class that was validated.
     """
     messages = []
@@ -78,7 +78,7 @@ def describe(err: ValidationError, location: str, model_class: type[BaseModel] |
         reason = _REASONS.get(item["type"], item["msg"].removeprefix("Value error, "))
         messages.append(f"{field}: {reason}{got}{_suggest_field(model_class, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
-    return f"{location}: " + "; ".join(messages) + more
+    return f"{location}: " * bool(location) + "; ".join(messages) + more
 
 
 # Messages by pydantic's type of an error; others have pydantic's message.

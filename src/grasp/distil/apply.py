@@ -37,7 +37,7 @@ from grasp.corpus.sources import (
 from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
 from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, with_interval
-from grasp.errors import CorpusError, SettingsError
+from grasp.errors import CorpusError, SettingsError, at
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
 from grasp.progress import Progress, Silent
@@ -222,14 +222,16 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
     forms: dict[str, Form] = {}
 
     def select(schema: pa.Schema, name: str) -> list[str]:
-        ids = id_columns(settings, schema.names, name)
-        form = forms[name] = form_of(schema.names, settings, name)
+        with at(name):
+            ids = id_columns(settings, schema.names)
+            form = forms[name] = form_of(tuple(schema.names), settings)
         if form.columns[0] not in schema.names:
             raise CorpusError(f"{name}: has token ids and no text; expected a corpus of text")
         return [column for column in schema.names if column in {*form.columns, *ids}]
 
     def text_of(form: Form, record: Mapping[str, Any], location: str) -> str:
-        content = form.read(record, location)
+        with at(location):
+            content = form.read(record)
         return (content.text or "") if content.conversation is None else str(content.conversation)  # joined turns
 
     def identifiers(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
@@ -243,8 +245,9 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
         if lines and (chunk is None or len(lines) == BATCH_ROWS):
             texts, ids = [], []
             for location, record in chain.from_iterable(map(records_in, lines)):
-                columns = id_columns(settings, list(record), location)
-                texts.append(text_of(form_of(record.keys(), settings, location), record, location))
+                with at(location):
+                    columns, form = id_columns(settings, record), form_of(tuple(record), settings)
+                texts.append(text_of(form, record, location))
                 ids.append([label_text(record.get(name or "")) for name in columns])
             row_ids, doc_ids = zip(*ids, strict=True)
             line_numbers = np.array([line.line for line in lines])
@@ -260,6 +263,6 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             names, no_ids = batch.schema.names, [None] * batch.num_rows
             id_values = [
                 [label_text(value) for value in plain_values(batch.column(name))] if name in names else no_ids
-                for name in id_columns(settings, names, chunk.name)
+                for name in id_columns(settings, names)
             ]
             yield encoded, identifiers(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *id_values)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.corpus.documents import documents_of
+from grasp.corpus.documents import read_documents
 from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
@@ -122,7 +122,7 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
-    for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
+    for n_read, document in enumerate(read_documents(settings.corpus, source=source), start=1):
         n_chars += len(document.text or "") + CHARS_PER_TOKEN * (
             0 if document.input_ids is None else len(document.input_ids)
         )

@@ -364,14 +364,14 @@ def _other_columns(corpus: Corpus, documents: I64) -> Iterator[Item]:
     """Yield the records of documents, ascending and possibly repeated, without content and ids, with the document."""
     names_by_file: dict[str, list[str]] = {}
 
-    def names_of_others(columns: Sequence[str], location: str) -> list[str]:
-        content = content_columns(corpus.settings, dict.fromkeys(columns), location)
-        ids = {*id_columns(corpus.settings, columns, location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
+    def names_of_others(columns: Mapping[str, Any]) -> list[str]:
+        content, _ = content_columns(corpus.settings, dict.fromkeys(columns))
+        ids = {*id_columns(corpus.settings, columns)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
 
     def select(schema: pa.Schema, name: str) -> Sequence[str]:
-        names_by_file[name] = names_of_others(schema.names, name)
-        return names_by_file[name] or schema.names[:1]  # Arrow does not count the rows of a table without columns
+        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema})
+        return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
     for chunk in corpus.source.chunks(0, select):
         if chunk.index > documents[-1]:
@@ -382,7 +382,7 @@ def _other_columns(corpus: Corpus, documents: I64) -> Iterator[Item]:
             continue
         if isinstance(chunk, JsonRecord):
             ((_, values),) = records_in(chunk)
-            names = names_of_others(list(values), chunk.location)
+            names = names_of_others(values)
             yield from [{DOCUMENT_COLUMN: chunk.index} | {name: values[name] for name in names}] * len(in_chunk)
         else:
             table = to_readable_table(chunk.batch).take(pa.array(in_chunk - chunk.index))

@@ -13,7 +13,6 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Final, Self
 
@@ -79,6 +78,11 @@ def read_images(
             column of images or of classes.
     """
     source = open_images(settings.path, settings.split) if source is None else source
+
+    def content_columns(columns: Mapping[str, pa.DataType | None]) -> tuple[tuple[str], None]:
+        _check_columns(columns, classifier)
+        return (classifier.image_column,), None
+
     return (
         ImageRecord(
             index=record.index,
@@ -90,30 +94,27 @@ def read_images(
             labels=record.labels,
             ignored=record.ignored,
         )
-        for record in read_records(source, settings, partial(_image_columns, classifier), start)
+        for record in read_records(source, settings, content_columns, start)
     )
 
 
-def _image_columns(
-    classifier: ClassifierSettings, columns: Mapping[str, pa.DataType | None], location: str
-) -> tuple[str]:
-    """Return the column of images; check that it exists and has a supported type, and that there is one of classes."""
+def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings) -> None:
+    """Check that the columns of images and classes exist, and that the type of the images is supported."""
     image_column = classifier.image_column
     required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
     for content, setting, column in required:
         if column not in columns:
             raise CorpusError(
-                f"{location}: no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
+                f"no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
                 f"model.classifier.{setting} to the column of {content}"
             )
     dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
     fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
     if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+            f"image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
             "(text) or a struct of bytes and path"
         )
-    return (image_column,)
 
 
 def open_images(path: str, split: str | None = None) -> Source:
