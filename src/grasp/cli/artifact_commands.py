@@ -13,7 +13,7 @@ from grasp.cli.console import program
 from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.text import json_text, size_text, skipped_text
+from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_text
 from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ def build(
     address: Address = None,
     **params: Any,
 ) -> None:
-    from grasp.pipeline.build import add_targets, argument_settings
+    from grasp.pipeline.build import add_targets
     from grasp.pipeline.build import build as run
+    from grasp.pipeline.build_plan import argument_settings
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
@@ -154,8 +155,12 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     )
     for record in summary.replays:
         print(record)
-    if summary.skipped["rows"]["counts"]:
-        print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
+    counts, n_documents = summary.skipped["rows"]["counts"], artifact.manifest.details["n_documents"]
+    if left_out := {reason: count for reason, count in counts.items() if reason not in TRUNCATED}:
+        print(f"left out: {skipped_text(left_out)} (listed in {out}/manifest.json)")
+    truncated = {reason: count for reason, count in counts.items() if reason in TRUNCATED}
+    for line in skipped_lines(truncated, {}, "truncated", n_documents):
+        print(line)
     score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
     if (row_lengths(artifact) >= MIN_RELIABLE_TOKENS).sum() >= 10:
         score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]

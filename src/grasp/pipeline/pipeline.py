@@ -98,6 +98,8 @@ def build_artifact(
     Raises:
         GraspError: invalid input; finished shards remain, and the same call resumes the build.
     """
+    if cluster is not None and in_memory.model is not None:
+        raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
     progress = progress or Silent()
     start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory.model)

@@ -94,7 +94,7 @@ def preview_corpus(
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
         examples = records.examples
-        notes += _skipped_notes(records.skipped)
+        notes += skipped_lines(records.skipped.counts, records.skipped.examples, "skipped")
         notes.append("rows and tokens: pass --model or --set model.tokenizer=DIR, to divide the records")
     else:
         with TemporaryDirectory() as directory:
@@ -105,7 +105,8 @@ def preview_corpus(
             rows = rows if rows.split_N is None else rows.sides()
             texts = (_mark_loss(encoder, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
             examples = [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
-        notes += [*_skipped_notes(store.skipped), encoder.describe()]
+        skipped = skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
+        notes += [*skipped, encoder.describe()]
     lines = [
         _label_line(label, counts, widest(records.kinds[label]), records.n_read)
         for label, counts in records.counts.items()
@@ -160,10 +161,6 @@ def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Seque
     return notes + unread_notes(roles, [*labels, *ignored])
 
 
-def _skipped_notes(skipped: Skipped) -> list[str]:
-    return [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
-
-
 def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
     """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
     expression = identifier(label)
@@ -213,7 +210,8 @@ def preview_targets(
             n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
             lengths.setdefault(unit.target, []).append(n_tokens)
         texts = [_encoded_text(units.units[k], encoded[k], encoder) for k in example_index]
-        notes = [*_skipped_notes(units.unwritten), encoder.describe()]
+        skipped = skipped_lines(units.unwritten.counts, units.unwritten.examples, "skipped")
+        notes = [*skipped, encoder.describe()]
     table = _target_table(units, lengths)
     examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
     headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
