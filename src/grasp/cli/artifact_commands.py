@@ -115,8 +115,8 @@ def build(
         with Watch() as watch:
             print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
         return
-    if engine == "local":
-        _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
+    if engine == "local" and workers:
+        raise SettingsError("--workers: no effect with --engine local; use --engine ray")
     spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
     with Watch() as watch:
         artifact = run(

@@ -133,13 +133,13 @@ def serve(
         if mcp:
             serve_mcp(artifact, **params)
         else:
-            serve(artifact, port=port, on_start=_print_address, **params)
+            serve(
+                artifact,
+                port=port,
+                on_start=lambda address: print(f"{address}; stop with Ctrl-C", flush=True),
+                **params,
+            )
     print("stopped", file=sys.stderr)
-
-
-def _print_address(address: str) -> None:
-    """Print the address of the server once it accepts connections."""
-    print(f"{address}; stop with Ctrl-C", flush=True)
 
 
 @command(

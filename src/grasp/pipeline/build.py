@@ -257,6 +257,7 @@ def _local_artifact(out: Path | str, option: str) -> Path:
 @contextmanager
 def _restored_modes(model: Any) -> Iterator[None]:
     """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
+    model = model[0] if isinstance(model, tuple | list) and model else model
     module = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
     state: list[tuple[Any, str, bool]] = [(child, "training", child.training) for child in module.modules()]
     state += [(parameter, "requires_grad", parameter.requires_grad) for parameter in module.parameters()]

@@ -27,7 +27,6 @@ from grasp.pipeline.replay_plan import read_recipe
 from grasp.settings import (
     BuildSettings,
     ReplaySettings,
-    build_settings,
     form_of_loss,
     named_reader,
     without_foreign_code,
@@ -178,7 +177,7 @@ def plan_build(
         path = str(output.directory / MODEL)
         set_settings(nested, {"train": "new", "corpus.max_length": max_length, "model.path": path})
     require_flags(nested, REQUIRED, command)
-    settings, in_memory = open_objects(build_settings(nested), model, tokenizer, corpus, targets)
+    settings, in_memory = open_objects(validated(BuildSettings, nested, "settings"), model, tokenizer, corpus, targets)
     if trains_proxy or warm_up:
         load_units(settings.targets, in_memory.units)  # report errors before the training
     settings = resolve_settings(settings, in_memory.model)

@@ -13,7 +13,7 @@ import unicodedata
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Final
 
 import numpy as np
@@ -54,8 +54,9 @@ def find_leaks(
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
     rows_of: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
-    for first_row, starts, text in _chunks(store, decode, index.reach) if index.compared else ():
-        for e, begin, end in index.questions_in(text):
+    for first_row, texts in _chunks(store, decode, index.reach) if index.compared else ():
+        starts = [0, *accumulate(map(len, texts))]
+        for e, begin, end in index.questions_in("".join(texts)):
             rows = range(bisect_right(starts, begin) - 1, bisect_right(starts, end - 1))
             rows_of[units[e].target].update(first_row + i for i in rows)
     return {
@@ -70,8 +71,8 @@ def find_leaks(
 
 def _chunks(
     store: RowStore, decode: Callable[[Sequence[Sequence[int]]], list[str]], reach: int
-) -> Iterator[tuple[int, list[int], str]]:
-    """Yield texts of consecutive rows: the first row, the offset of each row, and the text.
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the texts of consecutive rows, with the number of the first one.
 
     Chunks overlap by the last rows of the previous one, so that a question of `reach` characters can cross them.
     """
@@ -88,19 +89,14 @@ def _chunks(
                 document = documents[i]
                 n_new_chars += len(texts[-1])
                 if n_new_chars >= CHUNK_CHARS:
-                    yield first_row, _starts(texts), "".join(texts)
+                    yield first_row, texts
                     n_done, n_chars = len(texts), 0
                     while n_done and n_chars < 2 * reach:  # rows that the next chunk repeats
                         n_done -= 1
                         n_chars += len(texts[n_done])
                     first_row, texts, n_new_chars = first_row + n_done, texts[n_done:], 0
     if n_new_chars:
-        yield first_row, _starts(texts), "".join(texts)
-
-
-def _starts(texts: Sequence[str]) -> list[int]:
-    """Return the offset of each text in their concatenation."""
-    return [0, *np.cumsum([len(text) for text in texts])[:-1].tolist()]
+        yield first_row, texts
 
 
 class QuestionIndex:

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +45,7 @@ from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN,
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
-from grasp.files import differences
+from grasp.files import differences, discard
 from grasp.kernel_table import BuiltRule
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
@@ -510,7 +509,5 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
 
 def clean(settings: BuildSettings, out: Path) -> None:
     """Remove the work directory, and the tokens unless the settings keep them."""
-    unwanted = [out / "work"] if settings.keep_tokens else [out / "work", out / "tokens"]
-    for directory in unwanted:
-        if directory.exists():
-            shutil.rmtree(directory)
+    for name in ("work",) if settings.keep_tokens else ("work", "tokens"):
+        discard(out / name)
