@@ -32,7 +32,8 @@ PLAIN = {
 }
 REFUSALS = {
     "build": [
-        (("--config", "empty.yaml"), r"missing --model .*--corpus .*--targets"),
+        (("--config", "empty.yaml"), r"missing --corpus .*--targets"),
+        (("--config", "empty.yaml", "--corpus", "corpus.jsonl"), r"missing --targets"),
         (("--config", "empty.yaml", "--targets", " , "), r"missing .*--targets"),
         (("--out", "ART", "--max-length", 9), "built with other settings: corpus.max_length: was 48, now 9"),
         (("--model", "small.gguf"), "model.path: `small.gguf`: no such file"),

@@ -254,34 +254,31 @@ def _preview_settings(
     return data[group], validated(ModelSettings, model, "model"), None
 
 
-@command("grasp corpus web.jsonl.gz", "grasp corpus chats.json --model ./ckpt")
-def corpus(
-    path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
+@command(
+    "grasp corpus web.jsonl.gz",
+    "grasp corpus chats.json --model ./ckpt",
+    name="corpus",
+    verb="grasp.pipeline.preview",
+    python="tokenizer",
+)
+def preview_corpus(
+    corpus: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
     model: PreviewModel = None,
-    split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
-    text_column: str | None = option(
-        "--text-column COLUMN", "Column of the text, or of conversation turns. Default: text or messages.", None
-    ),
-    id_column: str | None = option(
-        "--id-column COLUMN", 'Column of row names. Default: row_id or id; "" for none.', None
-    ),
-    limit: int = option("--limit N", "Maximum number of records to read.", 1_000, min=1),
     assign: Assignments = [],
+    **params: Any,
 ) -> None:
     """Show what a build would read of a corpus.
 
     Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
     that predicts by them. The model is not run, and nothing is written.
     """
-    from grasp.pipeline.preview import preview_corpus
     from grasp.settings import CorpusSettings
     from grasp.yaml_files import validated
 
-    flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
-    flags |= {"corpus.row_id_column": id_column, "model.path": model}
-    settings, model_settings, tokenizer_path = _preview_settings("corpus", assign, flags)
+    flags = {"corpus.path": corpus, "model.path": model}
+    settings, model_settings, tokenizer = _preview_settings("corpus", assign, flags)
     settings = validated(CorpusSettings, settings, "corpus")
-    print(preview_corpus(settings, model=model_settings, tokenizer=tokenizer_path, limit=limit))
+    print(grasp.preview_corpus(settings, model=model_settings, tokenizer=tokenizer, **params))
 
 
 @command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
@@ -297,16 +294,15 @@ def targets(
     Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
     nothing is written.
     """
-    from grasp.pipeline.preview import preview_targets
     from grasp.settings import TargetSettings
     from grasp.targets.load import split_names
     from grasp.yaml_files import validated
 
     flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
     flags |= {"model.path": model}
-    settings, model_settings, tokenizer_path = _preview_settings("targets", assign, flags)
+    settings, model_settings, tokenizer = _preview_settings("targets", assign, flags)
     settings = validated(TargetSettings, settings, "targets")
-    print(preview_targets(settings, model=model_settings, tokenizer=tokenizer_path))
+    print(grasp.preview_targets(settings, model=model_settings, tokenizer=tokenizer))
 
 
 @command("grasp verify art")
