@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from grasp.api.retrain import retrain
     from grasp.distil.apply import apply
     from grasp.distil.scorer import Scorer
-    from grasp.pipeline.build import add_replay, add_targets
+    from grasp.pipeline.add_targets import add_targets
+    from grasp.pipeline.build import add_replay
     from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
-from grasp.pipeline.build import add_targets, build
+from grasp.pipeline.add_targets import add_targets
+from grasp.pipeline.build import build
 from grasp.targets.load import split_names
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
@@ -133,6 +134,7 @@ def test_settings_derived_from_the_model_are_in_the_manifest(root, tmp_path, set
         ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: .*text"),
         ({"model": object()}, SettingsError, "model.path:.*object"),
         ({"model": None, "train": "further"}, SettingsError, "missing --model"),
+        ({"model": None, "targets": None}, SettingsError, r"missing --targets \(targets.names\);"),
         ({"out": ""}, SettingsError, "missing --out|--out: missing"),
     ],
 )

@@ -15,7 +15,7 @@ from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError, ModelError, SettingsError
-from grasp.pipeline.build import add_targets
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact

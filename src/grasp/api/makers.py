@@ -23,7 +23,7 @@ P = ParamSpec("P")
 # The modules of functions that write to an artifact; `build` and `merge` return it opened.
 MAKERS = {
     "add_replay": "grasp.pipeline.build",
-    "add_targets": "grasp.pipeline.build",
+    "add_targets": "grasp.pipeline.add_targets",
     "build": "grasp.pipeline.build",
     "merge": "grasp.pipeline.merge",
     "train_proxy": "grasp.pipeline.proxy",

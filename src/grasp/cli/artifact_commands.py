@@ -78,7 +78,7 @@ def build(
     address: Address = None,
     **params: Any,
 ) -> None:
-    from grasp.pipeline.build import add_targets
+    from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import build as run
     from grasp.pipeline.build_plan import argument_settings
     from grasp.targets.load import split_names

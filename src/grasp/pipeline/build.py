@@ -1,11 +1,11 @@
-"""The public functions `build`, `add_replay` and `add_targets`.
+"""The public functions `build` and `add_replay`.
 
 `build` turns its arguments into a plan and then calls what may also be called alone: `train_proxy` and `warm_up` train
 a checkpoint, `build_artifact` reads one, and `replay_targets` adds to an artifact. Start with `build`.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -17,20 +17,23 @@ from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.pipeline.add_replay import replay_targets
-from grasp.pipeline.add_targets import RelevanceSource, add_target
-from grasp.pipeline.build_plan import argument_settings, output_location, parse_replay, plan_build, with_model
+from grasp.pipeline.build_plan import (
+    argument_settings,
+    local_artifact,
+    output_location,
+    parse_replay,
+    plan_build,
+    pop_overrides,
+    with_model,
+)
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.proxy import train_proxy
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up as train_warm_up
 from grasp.progress import Progress, Silent
-from grasp.settings import TargetSettings, code_settings
 from grasp.store import remote
-from grasp.targets.load import split_names
-from grasp.yaml_files import plain_settings, pop_setting, set_setting, set_settings, validated
-
-PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
+from grasp.yaml_files import plain_settings, set_settings
 
 
 def build(
@@ -199,59 +202,8 @@ def add_replay(
             "use --recipe and --set replay.NAME=VALUE"
         )
     return replay_targets(
-        _local_artifact(out, "--replay"), read_recipe(recipe), replay_settings, overrides=overrides, progress=progress
+        local_artifact(out, "--replay"), read_recipe(recipe), replay_settings, overrides=overrides, progress=progress
     )
-
-
-def add_targets(
-    out: Path | str,
-    targets: str | Sequence[str],
-    *,
-    settings: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> RelevanceSource:
-    """Add targets to a finished artifact on this machine, and return from what their relevance was computed.
-
-    Args:
-        out: directory of the artifact.
-        targets: names of targets, or files of questions.
-        settings: settings of targets, e.g. `{"targets": {"seed": 3}}`; custom code that may run; and the current paths
-            of model and corpus: `model.path`, `model.tokenizer`, `corpus.path`.
-        progress: receives stages, notes and numbers of rows.
-    Raises:
-        SettingsError: other settings are given; they are fixed by the artifact.
-        ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
-    """
-    raw_settings = deepcopy(dict(settings or {}))
-    overrides = pop_overrides(raw_settings)
-    target_changes = raw_settings.pop("targets", {})
-    if raw_settings or not isinstance(target_changes, dict) or "names" in target_changes:
-        raise SettingsError(
-            f"--add-target: got {', '.join(sorted(raw_settings)) or 'targets'} as well; a target is added with the "
-            "settings of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
-        )
-    path = _local_artifact(out, "--add-target")
-    targets_of_build = ArtifactReader.open(path).manifest.settings["targets"]
-    names = split_names(targets) if isinstance(targets, str) else targets
-    target_settings = validated(TargetSettings, {**targets_of_build, **target_changes, "names": names}, "targets")
-    return add_target(path, target_settings, overrides=overrides, progress=progress)
-
-
-def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
-    """Remove custom code and the current paths of model and corpus from settings, and return them."""
-    overrides: dict[str, Any] = {}
-    for name in (*code_settings(raw_settings), *PATH_SETTINGS):
-        if value := pop_setting(raw_settings, name):
-            set_setting(overrides, name, value)
-    return overrides
-
-
-def _local_artifact(out: Path | str, option: str) -> Path:
-    """Return the path of an artifact that `option` changes; refuse a URL."""
-    output = output_location(out)
-    if output.url is not None:
-        raise SettingsError(f"--out: got {out} with {option}, which changes an artifact on this machine only")
-    return output.path
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from grasp.pipeline.replay_plan import read_recipe
 from grasp.settings import (
     BuildSettings,
     ReplaySettings,
+    code_settings,
     form_of_loss,
     named_reader,
     without_foreign_code,
@@ -36,7 +37,16 @@ from grasp.targets.load import load_units, read_records, split_names
 from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
-from grasp.yaml_files import get_setting, override_settings, read_yaml, require_flags, set_settings, validated
+from grasp.yaml_files import (
+    get_setting,
+    override_settings,
+    pop_setting,
+    read_yaml,
+    require_flags,
+    set_setting,
+    set_settings,
+    validated,
+)
 
 # The setting of each argument of `build`, and of the same option of `grasp build`.
 SETTINGS = {
@@ -55,6 +65,7 @@ SETTINGS = {
     "keep_features": "keep_features",
     "like": "like",
 }
+PATH_SETTINGS = ("model.path", "model.tokenizer", "corpus.path")
 REQUIRED = {"--model": "model.path", "--corpus": "corpus.path", "--targets": "targets.names"}
 
 
@@ -108,6 +119,23 @@ def output_location(out: Path | str) -> OutputLocation:
     if problem:
         raise SettingsError(f"--out: {problem}")
     return OutputLocation(path, url, path if url is None else remote.staging_directory(url))
+
+
+def local_artifact(out: Path | str, option: str) -> Path:
+    """Return the path of an artifact that `option` changes; refuse a URL."""
+    output = output_location(out)
+    if output.url is not None:
+        raise SettingsError(f"--out: got {out} with {option}, which changes an artifact on this machine only")
+    return output.path
+
+
+def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove custom code and the current paths of model and corpus from settings, and return them."""
+    overrides: dict[str, Any] = {}
+    for name in (*code_settings(raw_settings), *PATH_SETTINGS):
+        if value := pop_setting(raw_settings, name):
+            set_setting(overrides, name, value)
+    return overrides
 
 
 def plan_build(

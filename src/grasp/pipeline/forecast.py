@@ -25,8 +25,7 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Units
 from grasp.pipeline.add_replay import forecast_added_replay
-from grasp.pipeline.build import pop_overrides
-from grasp.pipeline.build_plan import output_location, parse_replay, plan_build, with_model
+from grasp.pipeline.build_plan import output_location, parse_replay, plan_build, pop_overrides, with_model
 from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained
