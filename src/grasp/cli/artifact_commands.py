@@ -17,7 +17,6 @@ from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_t
 from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
-    from grasp.artifact.inspection import ArtifactInfo
     from grasp.artifact.reader import ArtifactReader
     from grasp.settings import ModelSettings
 
@@ -88,8 +87,8 @@ def build(
     names = [name for text in targets for name in split_names(text)]
     flags = argument_settings(params) | {"targets.names": names or None}
     data = merge_settings(settings, assign, flags)
+    idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
     if add_target is not None:
-        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         idle |= {"--untrained": untrained, "--warm-up": warm_up}
         idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
         _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
@@ -103,7 +102,6 @@ def build(
         print(f"{out}: {outcome[source]}; targets: {', '.join(grasp.open(out).targets)}")
         return
     if forecast:
-        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
         if warm_up is not None:
             raise SettingsError(
@@ -143,25 +141,26 @@ def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
 
 def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     """Print the size of a new artifact, its skipped rows, and a command to continue with."""
-    from grasp.artifact.inspection import info
+    from grasp.artifact.inspection import UNFINISHED_REPLAY
+    from grasp.artifact.manifest import REPLAY
     from grasp.artifact.rows import MIN_RELIABLE_TOKENS, row_lengths
-    from grasp.store.remote import remote_url
 
-    summary: ArtifactInfo = info(remote_url(out) or artifact.path)
-    units = sum(summary.targets.values())
+    manifest, n_bytes = artifact.manifest, sum(entry.bytes for entry in artifact.manifest.files.values())
     print(
-        f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
-        f"{size_text(summary.bytes_total)}, {summary.bytes_per_row:,.0f} bytes per row"
+        f"{out}: {artifact.n_rows:,} rows x {sum(manifest.targets.values()):,} units ({', '.join(manifest.targets)}), "
+        f"{size_text(n_bytes)}, {n_bytes / artifact.n_rows:,.0f} bytes per row"
     )
-    for record in summary.replays:
+    for record in manifest.replays:
         print(record)
-    counts, n_documents = summary.skipped["rows"]["counts"], artifact.manifest.details["n_documents"]
+    if (artifact.path / REPLAY).exists():
+        print(UNFINISHED_REPLAY)
+    counts, n_documents = manifest.skipped["rows"]["counts"], manifest.details["n_documents"]
     if left_out := {reason: count for reason, count in counts.items() if reason not in TRUNCATED}:
         print(f"left out: {skipped_text(left_out)} (listed in {out}/manifest.json)")
     truncated = {reason: count for reason, count in counts.items() if reason in TRUNCATED}
     for line in skipped_lines(truncated, {}, "truncated", n_documents):
         print(line)
-    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
+    score = ["score", out, "--target", next(iter(manifest.targets)), "--top", "10"]
     if (row_lengths(artifact) >= MIN_RELIABLE_TOKENS).sum() >= 10:
         score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]
     print(f"next: {program()} {shlex.join(score)}")
