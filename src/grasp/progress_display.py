@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
+from grasp.progress import Progress
 from grasp.text import duration_text, plain
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ STAGE_TITLES = {
 }
 
 
-class Watch:
+class Watch(Progress):
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
     line_seconds = LINE_SECONDS
@@ -49,7 +51,7 @@ class Watch:
         self._console = Console(stderr=True)
         self._plain = self.quiet or not sys.stderr.isatty()
         self._stopped = threading.Event()
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._name = ""
         self._total: int | None = None
@@ -64,7 +66,7 @@ class Watch:
             return self
         fields = MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn()
         name, left = TextColumn("{task.description:<16}"), TextColumn("{task.fields[left]}")
-        self._bar = Progress(name, BarColumn(), *fields, left, console=self._console)
+        self._bar = Bar(name, BarColumn(), *fields, left, console=self._console)
         self._bar.start()
         return self
 

@@ -37,7 +37,7 @@ from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.model_pass import compute_moments
 from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.select.export import corpus_settings
 from grasp.settings import BuildSettings, FeatureSettings, build_settings
 from tests.cli.grasp_command import arrays
@@ -442,7 +442,7 @@ def test_a_kernel_is_an_entry_point_and_the_scoring_rule_that_names_it(root, tmp
 
 def test_self_relevance_of_units_does_not_depend_on_block_size(root, tmp_path, monkeypatch):
     settings = world(root)
-    inputs = prepare_inputs(settings, tmp_path / "tokens", Silent())
+    inputs = prepare_inputs(settings, tmp_path / "tokens", Progress())
     corpus = compute_moments(inputs.model_pass, inputs.store.shard(0), states_every=1)
     self_relevance = {}
     for rows_at_once in (64, 4):
@@ -461,7 +461,7 @@ def test_float16_keeps_three_digits(root, built):
         np.testing.assert_allclose(actual[name], expected[name], atol=6e-4 * np.abs(expected[name]).max())
 
 
-class Notes(Silent):
+class Notes(Progress):
     def __init__(self):
         self.lines, self.stages, self.rows, self.planned, self.read = [], [], 0, {}, Counter()
 

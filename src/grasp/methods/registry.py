@@ -30,7 +30,7 @@ from grasp.errors import SettingsError, ShapeError
 from grasp.extras import require
 from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, MethodScores, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Cost, MethodRole, Predictions, Weighting, sum_row_scores
 from grasp.runs.training_runs import TrainingRuns
@@ -341,5 +341,5 @@ def score_artifact(
         alignment = Alignment.from_runs(runs, artifact)
         retrained = AlignedRuns.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
-    inputs = MethodInputs(artifact, checkpoint_paths=paths, runs=retrained, progress=progress or Silent())
+    inputs = MethodInputs(artifact, checkpoint_paths=paths, runs=retrained, progress=progress or Progress())
     return MethodRows(artifact, configured.label, score_rows(configured, inputs, cache_path))

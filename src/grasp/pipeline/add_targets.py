@@ -14,7 +14,7 @@ from grasp.pipeline.inputs import InMemory, prepare_inputs
 from grasp.pipeline.model_pass import Workers
 from grasp.pipeline.pipeline import scored_shards
 from grasp.pipeline.stored_inputs import load_kernels, unit_arrays, unit_table
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import TargetSettings
 from grasp.targets.load import split_names
 from grasp.yaml_files import validated
@@ -59,7 +59,7 @@ def add_targets(
     if not isinstance(targets, TargetSettings):
         names = split_names(targets) if isinstance(targets, str) else list(map(str, targets))
         targets = validated(TargetSettings, {**of_build, **changes, "names": names}, "targets")
-    progress = progress or Silent()
+    progress = progress or Progress()
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)

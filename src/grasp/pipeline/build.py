@@ -31,7 +31,7 @@ from grasp.pipeline.proxy import train_proxy
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up as train_warm_up
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.store import remote
 from grasp.yaml_files import plain_settings, set_settings
 
@@ -129,7 +129,7 @@ def build(
     }
     named = argument_settings(arguments) | {"replay.check": 1 if check else None}
     nested = set_settings(plain_settings(settings), named)
-    output, progress = output_location(out), progress or Silent()
+    output, progress = output_location(out), progress or Progress()
     if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
         if not resume:
             raise SettingsError(f"--out: a complete artifact exists at {output.url}; choose another URL, or delete it")

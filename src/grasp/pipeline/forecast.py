@@ -31,7 +31,7 @@ from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
 from grasp.pipeline.replay_plan import forecast_replay, plan_replay, read_recipe
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
@@ -96,7 +96,7 @@ def forecast(
             proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
             build_config = with_model(build_config, proxy)
             lines.append(f"training first: {line}")
-        inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Silent())
+        inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Progress())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(name) / "tokens").iterdir())

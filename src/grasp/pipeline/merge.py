@@ -28,7 +28,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
 from grasp.pipeline.inputs import identity_changes, identity_of
 from grasp.pipeline.pipeline import sketch_gain
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.store.remote import remote_url
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
@@ -45,7 +45,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
     """
-    progress, directory, problem = progress or Silent(), Path(out), ""
+    progress, directory, problem = progress or Progress(), Path(out), ""
     if len(parts) < 2:
         problem = f"parts: got {len(parts)}, expected at least two artifacts"
     elif remote_url(out) is not None:

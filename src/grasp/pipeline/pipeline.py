@@ -57,7 +57,7 @@ from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, i
 from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.stored_inputs import unit_arrays, unit_table
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
@@ -99,7 +99,7 @@ def build_artifact(
     """
     if cluster is not None and in_memory.model is not None:
         raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
-    progress = progress or Silent()
+    progress = progress or Progress()
     start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
