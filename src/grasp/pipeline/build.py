@@ -130,15 +130,17 @@ def build(
     named = argument_settings(arguments) | {"replay.check": 1 if check else None}
     nested = set_settings(plain_settings(settings), named)
     output, progress = output_location(out), progress or Progress()
+    has_inputs = model is not None or corpus is not None or targets is not None or {"corpus", "targets"} & nested.keys()
+    # without an artifact either, `add_replay` reports that there is none
+    is_finished = (output.directory / MANIFEST).exists() or not (resume or "model" in nested)
+    if replay and is_finished and not has_inputs:
+        add_replay(out, recipe=recipe, settings=nested, progress=progress)
+        return ArtifactReader.open(output.path)
     if output.url is not None and remote.is_published(output.url, SIGNED_MANIFEST):
         if not resume:
             raise SettingsError(f"--out: a complete artifact exists at {output.url}; choose another URL, or delete it")
         progress.note(f"{output.url}: finished; nothing to do")
         return ArtifactReader.open(output.url)
-    has_inputs = model is not None or corpus is not None or targets is not None or {"corpus", "targets"} & nested.keys()
-    if replay and (output.directory / MANIFEST).exists() and not has_inputs:
-        add_replay(out, recipe=recipe, settings=nested, progress=progress)
-        return ArtifactReader.open(output.path)
 
     with _restored_modes(model):
         plan = plan_build(
