@@ -143,18 +143,8 @@ def build(
         return ArtifactReader.open(output.url)
 
     with _restored_modes(model):
-        plan = plan_build(
-            nested,
-            output,
-            model=model,
-            tokenizer=tokenizer,
-            corpus=corpus,
-            targets=targets,
-            recipe=recipe,
-            replay=replay,
-            warm_up=warm_up is not None,
-            resume=resume,
-        )
+        how: dict[str, Any] = {"recipe": recipe, "replay": replay, "warm_up": warm_up is not None, "resume": resume}
+        plan = plan_build(nested, output, model, tokenizer, corpus, targets, **how)
         config, place = plan.settings, output.directory
         common: dict[str, Any] = {"shard_rows": config.shard_rows, "seed": config.features.seed, "progress": progress}
         if plan.trains_proxy:

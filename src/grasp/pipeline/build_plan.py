@@ -141,11 +141,11 @@ def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
 def plan_build(
     nested: dict[str, Any],
     output: OutputLocation,
-    *,
     model: Any = None,
     tokenizer: Any = None,
     corpus: Any = None,
     targets: Any = None,
+    *,
     recipe: Path | str | Mapping[str, Any] | None = None,
     replay: bool = False,
     warm_up: bool = False,
