@@ -117,7 +117,7 @@ class QuestionIndex:
         self.compared = {e for units_of_entry in self._units for e in units_of_entry}
         longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
         self.reach = MAX_STRETCH * longest
-        grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
+        grams = [np.unique(_grams(words)) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
         all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
         order = np.argsort(all_hashes, kind="stable")
@@ -138,7 +138,7 @@ class QuestionIndex:
         """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
         matches = list(WORD.finditer(_normalise(text)))
         words = [match[0] for match in matches]
-        gram_T = _grams(_hashes(words))
+        gram_T = _grams(words)
         if not len(self._gram_G) or not len(gram_T):
             return []
         index_T = np.searchsorted(self._gram_G, gram_T).clip(max=len(self._gram_G) - 1)
@@ -253,13 +253,12 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(WORD.findall(_normalise(text)))
 
 
-def _hashes(words: Sequence[str]) -> Hashes:
-    """Return 64-bit hashes of words, (T,); they differ between processes."""
-    return np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).astype(np.uint64)
+def _grams(words: Sequence[str]) -> Hashes:
+    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM_WORDS + 1),), modulo 2^64.
 
-
-def _grams(hash_T: Hashes) -> Hashes:
-    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM_WORDS + 1),), modulo 2^64."""
+    They differ between processes.
+    """
+    hash_T = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).astype(np.uint64)
     n = max(0, len(hash_T) - GRAM_WORDS + 1)
     total: Hashes = np.zeros(n, dtype=np.uint64)
     for k in range(GRAM_WORDS):  # a polynomial hash, so that the order of words matters; odd, so that no bits are lost
