@@ -176,8 +176,11 @@ def plan_build(
         if len(model) != 2 or tokenizer is not None:
             raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
         model, tokenizer = model
-    names = target_names(targets)
-    named: dict[str, Any] = {"targets.names": [IN_MEMORY] if names is None and targets is not None else names}
+    named: dict[str, Any] = {"targets.names": None if targets is None else [IN_MEMORY]}
+    if isinstance(targets, str | Path):
+        named["targets.names"] = split_names(str(targets))
+    elif isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):
+        named["targets.names"] = [str(name) for name in targets]
     for setting, value, is_object, expected in (
         ("model.path", model, isinstance(model, nn.Module), "a path or a transformers model"),
         ("model.tokenizer", tokenizer, isinstance(model, nn.Module), "a directory, or a tokenizer of a model object"),
@@ -275,15 +278,6 @@ def open_objects(
         updates["targets"] = {"names": (IN_MEMORY + digest,)}
     groups = {group: getattr(settings, group).model_copy(update=fields) for group, fields in updates.items()}
     return settings.model_copy(update=groups), InMemory(reference, source, units)
-
-
-def target_names(targets: Any) -> list[str] | None:
-    """Return names of targets that are passed as text or as a list of names; None: units are passed."""
-    if isinstance(targets, str | Path):
-        return split_names(str(targets))
-    if isinstance(targets, Sequence) and all(isinstance(name, str | Path) for name in targets):
-        return [str(name) for name in targets]
-    return None
 
 
 def _read_units(targets: Any, loss_on: Any) -> tuple[Sequence[Unit], str]:

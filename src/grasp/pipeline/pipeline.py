@@ -103,11 +103,13 @@ def build_artifact(
     start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
-        is_resumed = claim_settings(settings, out, progress)
+        # whether the model has run for this artifact; such work is never overwritten by another build
+        has_work = (out / "work").exists() or (out / BUILD).exists()
+        is_resumed = claim_settings(settings, out, progress, has_work=has_work)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work)
         identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
         work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
@@ -469,12 +471,7 @@ def resolve_settings(settings: BuildSettings, model: Reference | None = None) ->
     return settings.model_copy(update={"train": train, "features": features, "model": model_settings})
 
 
-def has_work(out: Path) -> bool:
-    """Return whether the model has run for the artifact `out`; such work is never overwritten by another build."""
-    return (out / "work").exists() or (out / BUILD).exists()
-
-
-def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bool:
+def claim_settings(settings: BuildSettings, out: Path, progress: Progress, *, has_work: bool) -> bool:
     """Write the settings to run.yaml, or check that the build that was begun in `out` has the same settings.
 
     Settings of a build that failed before the model ran, e.g. because of a misspelt target, are replaced.
@@ -484,7 +481,7 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     """
     path, current, problem = out / RUN, settings.model_dump(mode="json"), ""
     finished = (out / MANIFEST).exists()
-    if not has_work(out) and not finished:
+    if not has_work and not finished:
         if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
             write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
