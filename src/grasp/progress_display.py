@@ -73,7 +73,7 @@ class Watch(Progress):
     def _print_regularly(self) -> None:
         """Print a line at regular intervals, even if a batch takes longer."""
         while not self._stopped.wait(1.0):
-            if self._rows:
+            if self._name and self._rows:
                 self.advance(0, 0)
             elif self._name not in ("", "runs"):
                 self._show(0, f"{duration_text(time.monotonic() - self._started_at)} so far", "", "")
