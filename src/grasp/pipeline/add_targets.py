@@ -1,7 +1,6 @@
 """Add targets to a finished artifact, from its stored features or by another pass. Start with `add_targets`."""
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import SettingsError
 from grasp.models.build_source import BuildSource
-from grasp.pipeline.build_plan import local_artifact, pop_overrides
+from grasp.pipeline.build_plan import local_artifact, split_overrides
 from grasp.pipeline.inputs import InMemory, prepare_inputs
 from grasp.pipeline.model_pass import Workers
 from grasp.pipeline.pipeline import scored_shards
@@ -46,12 +45,12 @@ def add_targets(
             code that `settings` does not name.
         ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
-    nested = deepcopy(dict(settings or {}))
-    overrides = pop_overrides(nested)
+    nested = dict(settings or {})
     changes = nested.pop("targets", {})
-    if nested or not isinstance(changes, dict) or "names" in changes:
+    overrides, others = split_overrides(nested)
+    if others or not isinstance(changes, dict) or "names" in changes:
         raise SettingsError(
-            f"--add-target: got {', '.join(sorted(nested)) or 'targets'} as well; a target is added with the settings "
+            f"--add-target: got {', '.join(others) or 'targets'} as well; a target is added with the settings "
             "of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
         )
     out = local_artifact(out, "--add-target")

@@ -7,7 +7,6 @@ a checkpoint, `build_artifact` reads one, and `replay_targets` adds to an artifa
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from grasp.pipeline.build_plan import (
     argument_settings,
     local_artifact,
     output_location,
-    parse_replay,
     plan_build,
-    pop_overrides,
+    split_overrides,
     with_model,
 )
 from grasp.pipeline.pipeline import build_artifact
@@ -32,8 +30,9 @@ from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up as train_warm_up
 from grasp.progress import Progress
+from grasp.settings import ReplaySettings
 from grasp.store import remote
-from grasp.yaml_files import plain_settings, set_settings
+from grasp.yaml_files import plain_settings, set_settings, validated
 
 
 def build(
@@ -184,13 +183,12 @@ def add_replay(
         GraspError: other settings are given; not an artifact; its model or rows changed; or it has a replay by another
             recipe.
     """
-    raw_settings = deepcopy(dict(settings or {}))
-    replay_settings = parse_replay(raw_settings.pop("replay", None), recipe)
-    assert replay_settings is not None
-    overrides = pop_overrides(raw_settings)
-    if raw_settings:
+    nested = dict(settings or {})
+    replay_settings = validated(ReplaySettings, nested.pop("replay", {}), "replay")
+    overrides, others = split_overrides(nested)
+    if others:
         raise SettingsError(
-            f"--replay: got {', '.join(sorted(raw_settings))} as well; the settings of a finished artifact are fixed; "
+            f"--replay: got {', '.join(others)} as well; the settings of a finished artifact are fixed; "
             "use --recipe and --set replay.NAME=VALUE"
         )
     return replay_targets(

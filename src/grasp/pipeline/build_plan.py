@@ -40,10 +40,8 @@ from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import (
     get_setting,
     override_settings,
-    pop_setting,
     read_yaml,
     require_flags,
-    set_setting,
     set_settings,
     validated,
 )
@@ -129,13 +127,11 @@ def local_artifact(out: Path | str, option: str) -> Path:
     return output.path
 
 
-def pop_overrides(raw_settings: dict[str, Any]) -> dict[str, Any]:
-    """Remove custom code and the current paths of model and corpus from settings, and return them."""
-    overrides: dict[str, Any] = {}
-    for name in (*code_settings(raw_settings), *PATH_SETTINGS):
-        if value := pop_setting(raw_settings, name):
-            set_setting(overrides, name, value)
-    return overrides
+def split_overrides(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return custom code and the current paths of model and corpus, and the names of groups with other settings."""
+    names = (*code_settings(nested), *PATH_SETTINGS)
+    overrides = set_settings({}, {name: get_setting(nested, name) for name in names})
+    return overrides, sorted(group for group, values in nested.items() if values != overrides.get(group, {}))
 
 
 def plan_build(
@@ -170,7 +166,16 @@ def plan_build(
     Raises:
         GraspError: an input is missing or invalid.
     """
-    replay_settings = parse_replay(nested.pop("replay", None), recipe, replay=replay, warm_up=warm_up)
+    raw_replay, problem = nested.pop("replay", None) or {}, ""
+    if replay and warm_up:
+        problem = "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
+    elif raw_replay and not replay:
+        problem = f"replay.{next(iter(raw_replay))}: no effect without --replay; add it"
+    elif recipe is not None and not (replay or warm_up):
+        problem = "--recipe: no effect without --replay or --warm-up; add it"
+    if problem:
+        raise SettingsError(problem)
+    replay_settings = validated(ReplaySettings, raw_replay, "replay") if replay else None
     parsed_recipe = read_recipe(recipe)
     if isinstance(model, tuple | list):
         if len(model) != 2 or tokenizer is not None:
@@ -222,31 +227,6 @@ def plan_build(
     if warm_up and problem:
         raise SettingsError(f"--warm-up: {problem}")
     return BuildPlan(settings, in_memory, trains_proxy, parsed_recipe, replay_settings)
-
-
-def parse_replay(
-    settings: Mapping[str, Any] | None, recipe: Any, *, replay: bool = True, warm_up: bool = False
-) -> ReplaySettings | None:
-    """Validate the settings of a replay; None: there is none, and then it has no settings, and no recipe either.
-
-    Args:
-        settings: settings of the replay by name.
-        recipe: recipe of the replay or of the warm-up.
-        replay: whether the targets are replayed.
-        warm_up: whether the model is trained a few steps first.
-    Raises:
-        SettingsError: invalid settings, any of them without a replay, or a replay after a warm-up.
-    """
-    if replay and warm_up:
-        raise SettingsError(
-            "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
-        )
-    if replay:
-        return validated(ReplaySettings, settings or {}, "replay")
-    if settings or (recipe is not None and not warm_up):
-        idle = f"replay.{next(iter(settings))}" if settings else "--recipe"
-        raise SettingsError(f"{idle}: no effect without --replay{'' if settings else ' or --warm-up'}; add it")
-    return None
 
 
 def open_objects(

@@ -25,17 +25,17 @@ from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Units
 from grasp.pipeline.add_replay import forecast_added_replay
-from grasp.pipeline.build_plan import output_location, parse_replay, plan_build, pop_overrides, with_model
+from grasp.pipeline.build_plan import output_location, plan_build, split_overrides, with_model
 from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
 from grasp.pipeline.replay_plan import forecast_replay, plan_replay, read_recipe
 from grasp.progress import Progress
-from grasp.settings import BuildSettings
+from grasp.settings import BuildSettings, ReplaySettings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-from grasp.yaml_files import plain_settings, set_settings
+from grasp.yaml_files import plain_settings, set_settings, validated
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
@@ -75,9 +75,8 @@ def forecast(
     output = output_location(out)
     is_finished = (output.directory / MANIFEST).exists()
     if replay and is_finished and not {"corpus", "targets"} & nested.keys():
-        replay_settings = parse_replay(nested.pop("replay", None), recipe)
-        assert replay_settings is not None
-        overrides = pop_overrides(nested)
+        replay_settings = validated(ReplaySettings, nested.pop("replay", {}), "replay")
+        overrides, _ = split_overrides(nested)
         notes = forecast_added_replay(output.directory, read_recipe(recipe), replay_settings, overrides)
         return "\n".join(f"replay: {note}" for note in notes)
     build_plan = plan_build(nested, output, recipe=recipe, replay=replay)
