@@ -152,10 +152,6 @@ def serve(
     more="protocol units",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
-    if params["weight"]:
-        from grasp.api.predict import parse_weights
-
-        params["weight"] = parse_weights(params["weight"], "--weight")
     artifact = grasp.open(art)
     check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
     result = artifact.predict(**params, out=out)
