@@ -18,7 +18,6 @@ from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
-    from grasp.settings import ModelSettings
 
 
 @command("grasp demo --out demo-out")
@@ -236,21 +235,23 @@ PreviewModel = Annotated[
 ]
 
 
-def _preview_settings(
-    group: str, assign: list[str], flags: dict[str, Any]
-) -> "tuple[Any, ModelSettings | None, str | None]":
-    """Return the settings of a group, those of the model, and the tokenizer if there is no model."""
-    from grasp.settings import ModelSettings
+def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **options: Any) -> None:
+    """Print the preview of a corpus or of targets: `group` is that of the settings, `options` are of the function."""
+    from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
     from grasp.yaml_files import require_flags, validated
 
+    previews: dict[str, Any] = {"corpus": grasp.preview_corpus, "targets": grasp.preview_targets}
     data = merge_settings(None, assign, flags)
     if idle := sorted(data.keys() - {group, "model"}):
         raise SettingsError(f"--set {idle[0]}: no effect on a preview, which reads settings of {group} and model")
     model = data.get("model", {})
     if isinstance(model, dict) and model.keys() <= {"tokenizer"}:
-        return data[group], None, validated(ModelSettings, {"path": "", **model}, "model").tokenizer
-    require_flags(data, {"--model": "model.path"}, "--set model")
-    return data[group], validated(ModelSettings, model, "model"), None
+        options["tokenizer"] = validated(ModelSettings, {"path": "", **model}, "model").tokenizer
+    else:
+        require_flags(data, {"--model": "model.path"}, "--set model")
+        options["model"] = validated(ModelSettings, model, "model")
+    settings = validated({"corpus": CorpusSettings, "targets": TargetSettings}[group], data[group], group)
+    print(previews[group](settings, **options))
 
 
 @command(
@@ -271,13 +272,7 @@ def preview_corpus(
     Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
     that predicts by them. The model is not run, and nothing is written.
     """
-    from grasp.settings import CorpusSettings
-    from grasp.yaml_files import validated
-
-    flags = {"corpus.path": corpus, "model.path": model}
-    settings, model_settings, tokenizer = _preview_settings("corpus", assign, flags)
-    settings = validated(CorpusSettings, settings, "corpus")
-    print(grasp.preview_corpus(settings, model=model_settings, tokenizer=tokenizer, **params))
+    _print_preview("corpus", assign, {"corpus.path": corpus, "model.path": model}, **params)
 
 
 @command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
@@ -293,15 +288,10 @@ def targets(
     Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
     nothing is written.
     """
-    from grasp.settings import TargetSettings
     from grasp.targets.load import split_names
-    from grasp.yaml_files import validated
 
-    flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
-    flags |= {"model.path": model}
-    settings, model_settings, tokenizer = _preview_settings("targets", assign, flags)
-    settings = validated(TargetSettings, settings, "targets")
-    print(grasp.preview_targets(settings, model=model_settings, tokenizer=tokenizer))
+    split = [name for text in names for name in split_names(text)]
+    _print_preview("targets", assign, {"targets.names": split, "model.path": model})
 
 
 @command("grasp verify art")
