@@ -21,7 +21,6 @@ from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
-from grasp.progress_display import shows_progress
 from grasp.runs.alignment import Alignment, match_targets
 from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
@@ -37,7 +36,6 @@ SUMS = (  # sums of kernels that are evaluated, besides every kernel alone
 )
 
 
-@shows_progress
 def evaluate(
     art: Opened,
     runs: Runs,

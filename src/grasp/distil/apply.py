@@ -41,7 +41,6 @@ from grasp.errors import CorpusError, SettingsError
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
 from grasp.progress import Progress
-from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import iter_records
@@ -76,7 +75,6 @@ class Applied(Result):
     documents: int
 
 
-@shows_progress
 def apply(
     scorer: Scorer | Path | str,
     corpus: str,
