@@ -74,7 +74,7 @@ class Watch(Progress):
         """Print a line at regular intervals, even if a batch takes longer."""
         while not self._stopped.wait(1.0):
             if self._name and self._rows:
-                self.advance(0, 0)
+                self._report()
             elif self._name not in ("", "runs"):
                 self._show(0, f"{duration_text(time.monotonic() - self._started_at)} so far", "", "")
 
@@ -102,9 +102,13 @@ class Watch(Progress):
             self._task = self._bar.add_task(name, total=rows, rate="", left="")
 
     def advance(self, rows: int, tokens: int) -> None:
-        """Count rows and tokens that were processed, and show them with the rate and the time left."""
+        """Count rows and tokens that were processed, and show them."""
         self._rows += rows
         self._tokens += tokens
+        self._report()
+
+    def _report(self) -> None:
+        """Show rows, rate and the time left; changes no counts, since another thread calls it too."""
         seconds, total = time.monotonic() - self._started_at, self._total
         left = ""
         if total and self._rows:  # extrapolated from the throughput of this stage
