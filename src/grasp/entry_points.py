@@ -40,7 +40,10 @@ def entries(group: str) -> dict[str, EntryPoint]:
         for point in sorted(entry_points(group=group), key=lambda point: point.name):
             if duplicate := by_name.get(point.name):
                 by_name.clear()
-                raise SettingsError(f"{origin_of(duplicate)} and {origin_of(point)} have the same name; uninstall one")
+                packages = f"{package_of(duplicate)} and {package_of(point)}"
+                raise SettingsError(
+                    f"{kind_of(group)} {point.name}: packages {packages} both register it; uninstall one"
+                )
             by_name[point.name] = point
     return by_name
 
