@@ -87,14 +87,12 @@ def __getattr__(name: str) -> Any:
     """Import a name on first access, so that `import grasp` stays fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'grasp' has no attribute {name!r}")
-    from grasp.api.artifact import opened  # noqa: PLC0415 - `import grasp` stays fast
-    from grasp.progress_display import shows_progress  # noqa: PLC0415
-
     value = getattr(import_module(_HOMES[name]), name)
     if not isinstance(value, type):
-        value = shows_progress(value)
-    globals()[name] = opened(value) if name in ("build", "merge") else value
-    return globals()[name]
+        value = import_module("grasp.progress_display").shows_progress(value)
+    if name in ("build", "merge"):
+        value = import_module("grasp.api.artifact").opened(value)
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:
