@@ -240,7 +240,11 @@ def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **optio
     from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
     from grasp.yaml_files import require_flags, validated
 
-    previews: dict[str, Any] = {"corpus": grasp.preview_corpus, "targets": grasp.preview_targets}
+    previews: dict[str, tuple[Any, Any]] = {
+        "corpus": (grasp.preview_corpus, CorpusSettings),
+        "targets": (grasp.preview_targets, TargetSettings),
+    }
+    preview, settings_class = previews[group]
     data = merge_settings(None, assign, flags)
     if idle := sorted(data.keys() - {group, "model"}):
         raise SettingsError(f"--set {idle[0]}: no effect on a preview, which reads settings of {group} and model")
@@ -250,8 +254,7 @@ def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **optio
     else:
         require_flags(data, {"--model": "model.path"}, "--set model")
         options["model"] = validated(ModelSettings, model, "model")
-    settings = validated({"corpus": CorpusSettings, "targets": TargetSettings}[group], data[group], group)
-    print(previews[group](settings, **options))
+    print(preview(validated(settings_class, data[group], group), **options))
 
 
 @command(
