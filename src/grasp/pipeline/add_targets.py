@@ -63,8 +63,8 @@ def add_targets(
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
-        settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=InMemory(origin.model))
+        config = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
+        inputs = prepare_inputs(config, out / "tokens", progress, in_memory=InMemory(origin.model))
         artifact.prove(corpus=inputs.store.fingerprint)
         kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
@@ -74,7 +74,7 @@ def add_targets(
             identity=inputs.identity,
             units=unit_table(inputs),
             arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
-            dtype=settings.array_dtype,
+            dtype=config.array_dtype,
         )
         if extension.complete:
             return "there already"
