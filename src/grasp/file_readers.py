@@ -28,7 +28,7 @@ Start with `claimed`.
 
 from typing import Any, NamedTuple
 
-from grasp import entry_points
+from grasp.entry_points import entries, load, package_of
 
 GROUP = "grasp.readers"
 OWN_PACKAGE = "grasp-attribution"
@@ -48,9 +48,9 @@ def readers(door: str) -> dict[str, Any]:
     Raises:
         MissingExtraError: a reader cannot be imported.
     """
-    points = {name: point for name, point in entry_points.entries(GROUP).items() if name.startswith(f"{door}.")}
-    ordered = sorted(points, key=lambda name: (points[name].package == OWN_PACKAGE, name))
-    return {name.removeprefix(f"{door}."): points[name].load() for name in ordered}
+    names = [name for name in entries(GROUP) if name.startswith(f"{door}.")]
+    names.sort(key=lambda name: package_of(entries(GROUP)[name]) == OWN_PACKAGE)
+    return {name.removeprefix(f"{door}."): load(GROUP, name) for name in names}
 
 
 def claimed(door: str, source: Any) -> Claim | None:

@@ -215,20 +215,6 @@ def require_flags(data: Mapping[str, Any], flags: Mapping[str, str], location: s
         )
 
 
-def pop_setting(data: dict[str, Any], name: str) -> Any:
-    """Remove and return a setting, together with groups that become empty; None if it is not set."""
-    step, _, rest = name.partition(".")
-    if not rest:
-        return data.pop(step, None)
-    group = data.get(step)
-    if not isinstance(group, dict):
-        return None
-    value = pop_setting(group, rest)
-    if not group:
-        del data[step]
-    return value
-
-
 def override_settings(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Override nested settings by those of `changes`, in place, and return `base`."""
     for name, value in changes.items():

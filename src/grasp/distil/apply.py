@@ -40,8 +40,7 @@ from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, wit
 from grasp.errors import CorpusError, SettingsError, at
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
-from grasp.progress import Progress, Silent
-from grasp.progress_display import shows_progress
+from grasp.progress import Progress
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import iter_records
@@ -76,7 +75,6 @@ class Applied(Result):
     documents: int
 
 
-@shows_progress
 def apply(
     scorer: Scorer | Path | str,
     corpus: str,
@@ -110,7 +108,7 @@ def apply(
         CorpusError: the corpus cannot be read, or has no text.
         ArtifactError: the scorer does not exist or is damaged.
     """
-    out, progress = Path(out), progress or Silent()
+    out, progress = Path(out), progress or Progress()
     inputs = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
     scorer = scorer if isinstance(scorer, Scorer) else Scorer.open(scorer)
     settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)

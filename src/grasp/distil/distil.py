@@ -32,7 +32,7 @@ from grasp.files import FileEntry, check_directory
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream
@@ -86,7 +86,7 @@ def distil(
         ProtocolError: unknown target.
         ArtifactError: the artifact has no tokens, or its tokenizer cannot be loaded.
     """
-    out, progress = Path(out), progress or Silent()
+    out, progress = Path(out), progress or Progress()
     check_directory(out, artifact.protected_paths)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)

@@ -46,8 +46,8 @@ from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
-from grasp.pipeline.add_targets import load_kernels
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
+from grasp.pipeline.stored_inputs import load_kernels
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.results import Result

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.entry_points import entries, load_class
+from grasp.entry_points import entries, load
 from grasp.errors import ProtocolError
 from grasp.files import atomic_path
 from grasp.kernel_table import REPLAY
@@ -266,7 +266,8 @@ def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtoco
 
 def registered_protocol(name: str) -> type[RegisteredProtocol]:
     """Return the class of protocols that a package registers under a name."""
-    return load_class(GROUP, name, RegisteredProtocol)  # type: ignore[type-abstract]
+    loaded: type[RegisteredProtocol] = load(GROUP, name, RegisteredProtocol)
+    return loaded
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:

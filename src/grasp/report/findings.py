@@ -45,7 +45,7 @@ from grasp.predict.slices import (
     slice_effects,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.report.example_rows import (
     ExampleRows,
     Figures,
@@ -225,7 +225,7 @@ def collect_findings(
     Raises:
         SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.stage("predictions", rows=None, tokens=None)
     targets = checked_targets(artifact, target)
     selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)

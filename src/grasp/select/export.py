@@ -7,7 +7,7 @@ fingerprint, which is a hash of ids and tokens.
 Shape letters: N rows, M documents of the corpus.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest

@@ -25,7 +25,7 @@ from grasp.arrays import F64, I64, ratio
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
 from grasp.files import atomic_path, discard, write_atomically
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
 from grasp.training.replay_checks import (
@@ -184,7 +184,7 @@ def replay_rows(
             path = None if directory is None else directory / f"order-{k}-{curvature}.safetensors"
             order_text = f"{k + 1} of {orders}"
             if path is None or not path.exists():
-                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Silent(), path)
+                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Progress(), path)
             else:
                 replay = Metagradient.load(path)
             n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
@@ -193,7 +193,7 @@ def replay_rows(
             if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
                 if retrainings and not smooth_replays:
                     notes.append(
-                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Silent(), path)
+                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path)
                     )
                 smooth_replays.append((replay, smooth.first_step))
                 break

@@ -19,7 +19,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, leak_notes, only_target
 from grasp.errors import ArtifactError, SettingsError
 from grasp.moments import StreamingMoments
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.results import Result
 from grasp.vision.detection import (
     Detection,
@@ -132,7 +132,7 @@ def detect(
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
-    progress = progress or Silent()
+    progress = progress or Progress()
     _refuse_copies(artifact, target)
     low_relevance_N = low_relevance(artifact, array, target, progress)
     class_scores, class_notes = _class_scores(artifact, low_relevance_N, progress)
@@ -267,7 +267,7 @@ def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
 
 def low_relevance(artifact: ArtifactReader, array: str, target: str, progress: Progress | None = None) -> F64:
     """Return minus the mean relevance to the units of a target, each standardised over all rows, (N,)."""
-    blocks = standardised_blocks(artifact, array, target, progress or Silent())
+    blocks = standardised_blocks(artifact, array, target, progress or Progress())
     return np.concatenate([-score_NE.mean(axis=1) for _, score_NE in blocks])
 
 
