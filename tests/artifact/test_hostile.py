@@ -122,7 +122,7 @@ def test_only_regular_files_are_opened(kind, art, tmp_path):
         chunk.symlink_to("/dev/zero")
     else:
         chunk.mkdir()
-    assert any("expected a" in problem.what for problem in verify(art).problems)
+    assert any("expected a" in damage for damage in verify(art).problems.values())
     with pytest.raises(ArtifactError, match=r"symbolic link|pipe|directory"):
         everything(ArtifactReader.open(art))
 
@@ -215,8 +215,8 @@ def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeyp
     copy = ArtifactReader.open("memory://cached/art").path / "units.parquet"
     whole = copy.read_bytes()
     copy.write_bytes(whole[:-9] + b"xxxxxxxxx")
-    (problem,) = verify("memory://cached/art").problems
-    assert (problem.file, "copy" in problem.what) == ("units.parquet", True)
+    ((file, damage),) = verify("memory://cached/art").problems.items()
+    assert (file, "copy" in damage) == ("units.parquet", True)
     assert ArtifactReader.open("memory://cached/art").units.equals(expected)
     assert copy.read_bytes() == whole
     assert verify("memory://cached/art").ok

@@ -148,7 +148,7 @@ def test_a_flipped_byte_is_found_in_storage_and_in_transfer(local, place):
     data[5] ^= 1
     filesystem.pipe_file(chunk, bytes(data))
     filesystem.rm(f"{root}/rows.parquet")
-    problems = {problem.file: problem.what for problem in verify(place).problems}
+    problems = verify(place).problems
     assert problems.keys() == {"arrays/hidden_sketch/00001.npy", "rows.parquet"}
     assert problems["rows.parquet"] == "missing"
     assert_mentions(problems["arrays/hidden_sketch/00001.npy"], "damaged", "checksum")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grasp.baselines.oracles import lasso_oracle, mask_features
+from grasp.baselines.oracles import mask_features, oracle
 from grasp.errors import MissingExtraError, RunsError, SettingsError, SubsetError
 from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import method_predictions
@@ -57,8 +57,8 @@ def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
 
 def test_datamodels_equal_the_oracle_of_the_evaluation(world, tmp_path):
     inputs, _ = planted(world, few_rows)
-    expected = lasso_oracle(
-        mask_features(inputs.required_runs.subsets), inputs.required_runs.utilities, folds=4, seed=5
+    expected = oracle(
+        "lasso", mask_features(inputs.required_runs.subsets), inputs.required_runs.utilities, folds=4, seed=5
     )
     result = run(inputs, tmp_path, folds=4, seed=5)
     np.testing.assert_array_equal(result.values_BE, expected.values_BE)

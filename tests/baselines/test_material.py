@@ -124,7 +124,11 @@ def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
     file = tmp_path / "tiny.gguf"
     file.touch()
     monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
-    monkeypatch.setattr(checkpoint, "_from_pretrained", lambda kind, field, what, arguments: (field, arguments))
+    monkeypatch.setattr(
+        checkpoint,
+        "_from_pretrained",
+        lambda kind, field, what, name, settings: (field, checkpoint._load_arguments(field, name, settings)),
+    )
     field, where = checkpoint.tokenizer_of(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
     assert field == "model.tokenizer"
     assert where == {

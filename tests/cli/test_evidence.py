@@ -22,7 +22,7 @@ from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.paper.candidate_predictor import CandidatePredictor
-from grasp.paper.candidates import candidate_of, default_family, load_family
+from grasp.paper.candidates import default_family, load_family
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
@@ -30,6 +30,7 @@ from grasp.yaml_files import read_yaml, write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
 from tests.mentions import assert_mentions
 from tests.resigned import resign
+from tests.rules import candidate_of
 
 FAMILY = {
     "sides": ["retained"],
@@ -256,7 +257,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--oracle", "ridge:colour"], "colour"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
-        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", "nowhere"], "nowhere: no such file or directory"),
         (["--runs", __file__], "is not an environment"),
     ],
 )

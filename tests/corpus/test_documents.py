@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import read_documents
-from grasp.corpus.documents import documents_of
 from grasp.corpus.labels import MAX_FIELDS
 from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
 from grasp.errors import CorpusError, MissingExtraError, ModelError
@@ -147,8 +146,8 @@ def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
     for path, split, message in (
         (tmp_path / "splits", None, r"splits: .*test, train.*--split"),
         (tmp_path / "splits", "dev", r"split: .*'dev'.*test, train"),
-        (tmp_path / "data", "dev", r"corpus\.split: .*'dev'.*file"),
-        (file, "train", r"corpus\.split: .*'train'.*one file"),
+        (tmp_path / "data", "dev", r"split: .*'dev'.*file"),
+        (file, "train", r"split: .*'train'.*one file"),
     ):
         with pytest.raises(CorpusError, match=message):
             read(path, split=split)
@@ -166,8 +165,8 @@ def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
 )
 def test_tables_in_memory_are_read_like_files_and_identified_by_content(expected, make_table):
     source = table_source(make_table(records(20)))
-    assert plain(documents_of(source, settings_for("none"))) == expected
-    assert plain(documents_of(source, settings_for("none"), start=7)) == expected[7:]
+    assert plain(read_documents(settings_for("none"), source=source)) == expected
+    assert plain(read_documents(settings_for("none"), source=source, start=7)) == expected[7:]
     assert source.identity() == table_source(make_table(records(20))).identity()
     assert source.identity() != table_source(make_table([*records(19), {**records(20)[19], "year": 1}])).identity()
 
@@ -311,7 +310,7 @@ def test_a_conversation_is_the_same_from_every_format(tmp_path):
     places += [save_dataset(tmp_path / "saved", CHATS)]
     places += [tmp_path / name for name in ("json", "json.parquet", "one.parquet")]
     sources = {str(place): read(place) for place in places}
-    sources["memory"] = documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none"))
+    sources["memory"] = read_documents(settings_for("none"), source=table_source(pd.DataFrame(CHATS)))
     assert {name: plain_chats(documents) for name, documents in sources.items()} == dict.fromkeys(sources, expected)
 
 
@@ -448,7 +447,7 @@ class Endless:
 
 
 def test_an_infinite_corpus_can_be_read():
-    documents = list(itertools.islice(documents_of(Endless(), settings_for("endless"), start=5), 3))
+    documents = list(itertools.islice(read_documents(settings_for("endless"), source=Endless(), start=5), 3))
     assert [d.text for d in documents] == ["text 5", "text 6", "text 7"]
 
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import labels as lb
-from grasp.corpus.values import plain_json, plain_record, plain_values
+from grasp.corpus.documents import records_in
+from grasp.corpus.sources import JsonRecord
+from grasp.corpus.values import plain_json, plain_values
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 UUID = uuid.UUID(int=5)
@@ -192,8 +194,9 @@ def test_an_empty_object_is_distinguished_from_a_missing_one():
 
 def test_fields_of_a_line_that_are_null_are_columns():
     line = {"a": None, "b": {"c": None, "d": "\ud83d"}}
-    assert plain_record(line) == {"a": None, "b": {"d": "\ufffd"}}
-    assert plain_record(line, repair=False) == {"a": None, "b": {"d": "\ud83d"}}
+    for repair, text in ((True, "\ufffd"), (False, "\ud83d")):
+        ((_, record),) = records_in(JsonRecord(0, "c", 1, line), repair=repair)
+        assert record == {"a": None, "b": {"d": text}}
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1,]", "[" * 100_000])

@@ -108,7 +108,7 @@ def test_every_epoch_visits_every_row_once():
         ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
         ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
         ({"lora_ranks": 8}, SettingsError, "lora_ranks; did you mean lora_rank"),
-        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, ModelError, "loss_type is set to \\['ipo'\\]"),
+        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, ModelError, "loss_type is set to \\['ipo'\\].*'sigmoid'"),
         ({"rl": "dpo", "dpo_label_smoothing": 0.3}, ModelError, "label_smoothing is set to 0.3"),
         ({"dpo_loss_weights": [2.0]}, ModelError, "loss_weights is set to"),
         ({"dpo_use_weighting": True}, ModelError, "use_weighting is set to True"),

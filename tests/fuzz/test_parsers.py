@@ -37,7 +37,7 @@ from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
+from grasp.runs.training_runs import INFO, SUBSETS, UTILITIES
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
@@ -340,12 +340,12 @@ def test_a_scorer(data, name, whole, place):
     survives(lambda: str(Scorer.open(scorer).score(["one two", ""])), place)
 
 
-@pytest.mark.parametrize("name", [INFO, TRAINED, RESULTS])
+@pytest.mark.parametrize("name", [INFO, SUBSETS, UTILITIES])
 @given(data=st.data())
 @fuzz
 def test_imported_runs(data, name, whole, place):
     runs, original = place / "in" / "runs", whole / "in" / "runs"
-    for file in (INFO, TRAINED, RESULTS):
+    for file in (INFO, SUBSETS, UTILITIES):
         shutil.copy(original / file, runs / file)
     if name == INFO:
         (runs / INFO).write_bytes(changed_json(data.draw, (original / INFO).read_bytes()))
@@ -357,7 +357,7 @@ def test_imported_runs(data, name, whole, place):
         else:
             (runs / name).write_bytes(changed_bytes(data.draw, (original / name).read_bytes()))
         listed(runs / INFO, lambda raw: {"files": raw["files"] | {name: entry_of(runs / name).model_dump()}})
-    survives(lambda: grasp.mix_runs(RunTable.open(runs)), place)
+    survives(lambda: grasp.mix_runs(grasp.open_runs(runs)), place)
 
 
 @pytest.mark.parametrize("name", ["mixtures.csv", "metrics.csv"])

@@ -303,7 +303,7 @@ def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_r
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
+        ({"cap": "10%"}, r"the floors add up to 0.0%, the caps \(with --max-repeat\) to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
         ({"floor": "games:500"}, r"floor games: got a number, expected a share"),
         ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),

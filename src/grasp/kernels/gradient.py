@@ -90,7 +90,7 @@ class BlockSums:
             self.n_positions.append(0)
 
     def add_gradient(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
-        """Add the gradient of an example: its factors at T positions, `left` (T, X) or tokens (T,), number of labels."""
+        """Add the gradient of an example with these factors at T positions, `left` (T, X) or tokens (T,)."""
         if left.ndim == 1:
             self.mean_XY.index_add_(0, left, right_TY, alpha=n_labels)
         else:

@@ -92,7 +92,6 @@ def prepare_inputs(
     progress: Progress,
     *,
     in_memory: InMemory = ON_DISK,
-    recipe: FineTuningRecipe | None = None,
     replace: bool = False,
 ) -> Inputs:
     """Write the rows to disk, load the model, and complete the settings from model and corpus.
@@ -102,7 +101,6 @@ def prepare_inputs(
         tokens: directory of the rows.
         progress: receives stages, notes and numbers of rows.
         in_memory: model, corpus and targets that are passed as objects.
-        recipe: training that is predicted, whose length the kernel `gradient` needs. Default: `default_recipe`.
         replace: delete rows of another corpus in `tokens`.
     Raises:
         GraspError: an input cannot be read, or they do not fit each other, e.g. rows that are longer than the context
@@ -112,7 +110,7 @@ def prepare_inputs(
     unit_inputs: Units
     if settings.model.reader is None:
         settings, model, store, unit_set, unit_inputs = _prepare_text(
-            settings, tokens, progress, in_memory, recipe, replace=replace
+            settings, tokens, progress, in_memory, replace=replace
         )
     else:
         model = in_memory.model or load_reference(settings.model)
@@ -165,7 +163,6 @@ def _prepare_text(
     tokens: Path,
     progress: Progress,
     in_memory: InMemory,
-    recipe: FineTuningRecipe | None,
     *,
     replace: bool,
 ) -> tuple[BuildSettings, ReferenceModel, RowStore, UnitSet, Sequence[UnitTokens]]:
@@ -215,7 +212,8 @@ def _prepare_text(
         "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
     }
     if "gradient" in settings.features.kernels:
-        training = (recipe or default_recipe(store.n_rows)).optimizer(store.n_rows)
+        recipe = default_recipe(store.n_rows) if settings.recipe is None else FineTuningRecipe(**settings.recipe)
+        training = recipe.optimizer(store.n_rows)
         updates["features"] = settings.features.completed(learning=training.learning, batch_rows=training.batch_rows)
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
@@ -261,7 +259,7 @@ def _input_notes(
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({limit}){split}"
     )
-    notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
+    notes += skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
     notes.append(tokenizer.describe())
     if tokenizer.writes_chats and tokenizer.writes_date:
         notes.append(
@@ -279,7 +277,4 @@ def _input_notes(
             f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is applied "
             "only to questions given as conversations (messages)"
         )
-    skipped_units = unit_set.unwritten
-    return notes + [
-        f"questions skipped: {line}" for line in skipped_lines(skipped_units.counts, skipped_units.examples)
-    ]
+    return notes + skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples, "questions skipped")
