@@ -20,11 +20,11 @@ from grasp.pipeline.model_pass import split_on_oom, unit_gradients
 from grasp.progress import ignore
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
-from tests.baselines.gradient_world import autograd, objective, reference, rows, units
+from tests.baselines.gradient_world import autograd, reference, rows, units
 from tests.rounding import rounding
 
 CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
-LEARNING, BATCH_ROWS = 0.05, 4  # a training that decays some directions and leaves others
+SEED, LEARNING, BATCH_ROWS = 5, 0.05, 4  # a training that decays some directions and leaves others
 
 
 def asked_for(count: int | None = None, seed: int = 0) -> FeatureSettings:
@@ -153,6 +153,15 @@ def of_sample(gradients: SampledGradients, whole_NP: torch.Tensor) -> torch.Tens
     return torch.cat(columns, dim=1)
 
 
+def drawn_objective(logits: torch.Tensor, example: Example, i: int) -> torch.Tensor:
+    """Return the sum of losses with labels drawn from the model, by the uniform numbers of row i."""
+    at = torch.arange(example.first - 1, len(example.input_ids) - 1)
+    uniform = torch.from_numpy(stream(SEED, "curvature", "labels", i).random(example.labels))
+    cumulative = logits[at].detach().softmax(dim=1).cumsum(dim=1)
+    label = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+    return -torch.log_softmax(logits[at], dim=1).gather(1, label).sum()
+
+
 def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the factors of the curvature of each block, row by row with hooks of torch, in float64.
 
@@ -163,7 +172,7 @@ def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.nd
     root, layers = engine.model.model, engine.layers
     parts = [[] for _ in layers.blocks]  # uses: (side of inputs, side of gradients, is an embedding)
     n_labels = sum(example.labels for example in examples)
-    for example in examples:
+    for i, example in enumerate(examples):
         seen = []
 
         def keep(module, inputs, output, seen=seen):
@@ -179,7 +188,7 @@ def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.nd
         for parameter in root.parameters():
             parameter.requires_grad_(True)
         ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
-        (objective(root(input_ids=ids, use_cache=False).logits[0], example) * example.labels).backward()
+        drawn_objective(root(input_ids=ids, use_cache=False).logits[0], example, i).backward()
         for module, given, output in seen:
             if output.grad is not None:
                 parts[modules[module]].append((module, given[0], output.grad[0]))
@@ -258,7 +267,7 @@ def prepared_kernel(gradients: SampledGradients, examples, unit_examples) -> Gra
     for example in examples:
         kernel.observe(batch_of(gradients, [example]))
     curvature = kernel.moments(Curvature)
-    curvature.measure(gradients, examples, learning=LEARNING, batch_rows=BATCH_ROWS, advance=ignore)
+    curvature.measure(gradients, examples, learning=LEARNING, batch_rows=BATCH_ROWS, seed=SEED, advance=ignore)
     n = len(unit_examples)
     unit_EK, _ = unit_gradients(gradients, unit_examples, np.arange(n), np.ones(n), n, curvature)
     kernel.prepare(replace(batch_of(gradients, unit_examples), gradient_BK=unit_EK))

@@ -244,6 +244,7 @@ class _PreparedUnits:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C)."""
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
+                assert kernel.sampled is not None
                 # The gradient of a preference pair is that of the chosen side minus that of the rejected side.
                 contribution_LC = np.concatenate(
                     [

@@ -118,18 +118,16 @@ class BlockSums:
         of two uses is approximated by the product of the sums of their factors, of trace 1 and weighted by the traces
         of the products, so that the trace of the sum is exact.
         """
-        uses = []
+        sum_left, sum_right_YY, total = torch.zeros_like(self.left[0]), torch.zeros_like(self.right_YY[0]), 0.0
         for left, right_YY, count in zip(self.left, self.right_YY, self.n_positions, strict=True):
-            trace = [float(left.trace() if left.ndim == 2 else left.sum()), float(right_YY.trace())]
-            if count and trace[0] > 0 and trace[1] > 0:
-                # the side of inputs is the right one of a product, the left one (tokens) of an embedding
-                weight = trace[0] * trace[1] / (count * n_labels)
-                uses.append((weight, left / trace[0], right_YY / trace[1]))
-        if not uses:
-            return self.left[0], self.right_YY[0]
-        left = sum(weight * left for weight, left, _ in uses)
-        right_YY = sum(weight * right_YY for weight, _, right_YY in uses)
-        return left, right_YY / sum(weight for weight, _, _ in uses)
+            traces = float(left.trace() if left.ndim == 2 else left.sum()), float(right_YY.trace())
+            if count and traces[0] > 0 and traces[1] > 0:
+                # one side has inputs (of an embedding the left one, tokens), whose mean is over positions
+                weight = traces[0] * traces[1] / (count * n_labels)
+                sum_left += weight / traces[0] * left
+                sum_right_YY += weight / traces[1] * right_YY
+                total += weight
+        return sum_left, sum_right_YY / (total or 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ def plan_build(
     settings = resolve_settings(settings, in_memory.model)
     if replay_settings is not None:
         refuse_replay(settings, replay_settings)
-    recorded = None if settings.recipe is None else FineTuningRecipe.from_mapping(settings.recipe)
+    recorded = None if settings.recipe is None else validated(FineTuningRecipe, settings.recipe, "recipe")
     if recorded is not None and not (replay or "gradient" in settings.features.kernels):
         raise SettingsError(
             "--recipe: no effect with --train new without --replay, nor without the gradient kernel; omit it"
