@@ -189,9 +189,9 @@ def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.nd
             parameter.requires_grad_(True)
         ids = torch.from_numpy(example.input_ids.astype(np.int64))[None]
         drawn_objective(root(input_ids=ids, use_cache=False).logits[0], example, i).backward()
-        for module, given, output in seen:
+        for module, value, output in seen:
             if output.grad is not None:
-                parts[modules[module]].append((module, given[0], output.grad[0]))
+                parts[modules[module]].append((module, value[0], output.grad[0]))
         for handle in handles:
             handle.remove()
         root.zero_grad()
@@ -199,26 +199,26 @@ def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.nd
     out = []
     for number, block in enumerate(layers.blocks):
         by_use: dict[bool, list] = {}
-        for module, given, grad in parts[number]:
-            by_use.setdefault(isinstance(module, torch.nn.Embedding), []).append((module, given, grad))
+        for module, value, grad in parts[number]:
+            by_use.setdefault(isinstance(module, torch.nn.Embedding), []).append((module, value, grad))
         terms = []
         for is_embedding, items in by_use.items():
             grad_TX = torch.cat([grad for _, _, grad in items])
             if is_embedding:
                 grad_TX = grad_TX * float(getattr(items[0][0], "embed_scale", 1.0))  # Gemma scales its embeddings
-                token_T = torch.cat([given.expand(len(grad)) if given.ndim else given for _, given, grad in items])
+                token_T = torch.cat([value.expand(len(grad)) if value.ndim else value for _, value, grad in items])
                 left = torch.bincount(token_T, minlength=block.left).double() / len(token_T)
                 right = grad_TX.T @ grad_TX / n_labels
             else:
-                given_TY = torch.cat([given for _, given, _ in items])
+                input_TY = torch.cat([value for _, value, _ in items])
                 if items[0][0] is engine.model.head.linear:  # positions without a label have no gradient: left out
                     used_T = grad_TX.any(dim=1)
-                    grad_TX, given_TY = grad_TX[used_T], given_TY[used_T]
+                    grad_TX, input_TY = grad_TX[used_T], input_TY[used_T]
                 if block.bias:
-                    given_TY = torch.cat([given_TY, torch.ones(len(given_TY), 1).double()], dim=1)
+                    input_TY = torch.cat([input_TY, torch.ones(len(input_TY), 1).double()], dim=1)
                 wide = block.head or "embedding" in block.kinds
                 left = (grad_TX.square().sum(dim=0) if wide else grad_TX.T @ grad_TX) / n_labels
-                right = given_TY.T @ given_TY / len(given_TY)
+                right = input_TY.T @ input_TY / len(input_TY)
             terms.append((left.numpy(), right.numpy()))
         if not terms:
             out.append((np.zeros(block.left), np.zeros((block.right, block.right))))

@@ -129,9 +129,9 @@ def test_a_build_has_the_curvature_of_its_rows_and_of_the_training(built):
     curvature = Curvature(CorpusMoments(gradients.engine.model.vocab_size))
     raw_NK = torch.cat([gradients.compute([example])[0] for example in examples])
     curvature._add(len(raw_NK), raw_NK.double().sum(dim=0), raw_NK.double().square().sum(dim=0))
-    learning = {"learning": settings.learning, "batch_rows": settings.batch_rows}
+    training = {"learning": settings.learning, "batch_rows": settings.batch_rows}
     curvature.measure(
-        gradients, [examples[i] for i in sorted(measured)], **learning, seed=settings.seed, advance=ignore
+        gradients, [examples[i] for i in sorted(measured)], **training, seed=settings.seed, advance=ignore
     )
     unit_EK, _ = unit_gradients(gradients, units, np.arange(len(units)), np.ones(len(units)), len(units), curvature)
     labels_N1 = np.array([example.labels for example in examples])[:, None]
