@@ -55,7 +55,11 @@ def artifact_of(
     kind = ENVIRONMENTS[name]
     shared = features == POOLED
     if not shared:
-        features = {**features, "learning": kind.recipe.learning, "batch_rows": kind.recipe.batch_rows}
+        features = {
+            **features,
+            "learning_rate_sum": kind.recipe.learning_rate_sum,
+            "batch_rows": kind.recipe.batch_rows,
+        }
     dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
     trained_on = open_corpus(name, work, tokenizer)
     settings: dict[str, Any] = {

@@ -66,7 +66,7 @@ class Recipe:
         return self.learning_rate * (self.steps - step) / (self.steps - WARMUP_STEPS)
 
     @property
-    def learning(self) -> float:
+    def learning_rate_sum(self) -> float:
         """The sum of the learning rates of the steps that are taken."""
         return sum(self.learning_rate_at(step) for step in range(self.stop or self.steps))
 

@@ -339,7 +339,7 @@ class FeatureSettings(Settings):
         "share of every matrix. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
         "and unit, or 4 on a CPU with enough memory.",
     )
-    learning: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    learning_rate_sum: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         None,
         description="Sum of the learning rates of all steps of the training that is predicted, from which the gradient "
         "kernel knows how far it goes. null: of --recipe, else of the recipe that is replayed by default; 0: one step.",

@@ -24,7 +24,7 @@ from tests.baselines.gradient_world import autograd, reference, rows, units
 from tests.rounding import rounding
 
 CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
-SEED, LEARNING, BATCH_ROWS = 5, 0.05, 4  # a training that decays some directions and leaves others
+SEED, LEARNING_RATE_SUM, BATCH_ROWS = 5, 0.05, 4  # a training that decays some directions and leaves others
 
 
 def asked_for(count: int | None = None, seed: int = 0) -> FeatureSettings:
@@ -233,7 +233,7 @@ def kronecker_factors(gradients: SampledGradients, examples) -> list[tuple[np.nd
 def relevance_by_definition(gradients: SampledGradients, examples, unit_examples) -> torch.Tensor:
     """<g_i, P^(1/2) phi(h H) [P^(1/2) g_e - (1 - exp(-h H)) P^(1/2) gbar]>, block by block in float64."""
     row_NP, unit_EP = (gradients_by_autograd(gradients, part).double().numpy() for part in (examples, unit_examples))
-    factors, horizon = kronecker_factors(gradients, examples), HORIZON * LEARNING
+    factors, horizon = kronecker_factors(gradients, examples), HORIZON * LEARNING_RATE_SUM
     labels_N = np.array([example.labels for example in examples])
     out_NE, begin = np.zeros((len(row_NP), len(unit_EP))), 0
     for block, (left, right) in zip(gradients.engine.layers.blocks, factors, strict=True):
@@ -267,7 +267,9 @@ def prepared_kernel(gradients: SampledGradients, examples, unit_examples) -> Gra
     for example in examples:
         kernel.observe(batch_of(gradients, [example]))
     curvature = kernel.moments(Curvature)
-    curvature.measure(gradients, examples, learning=LEARNING, batch_rows=BATCH_ROWS, seed=SEED, advance=ignore)
+    curvature.measure(
+        gradients, examples, learning_rate_sum=LEARNING_RATE_SUM, batch_rows=BATCH_ROWS, seed=SEED, advance=ignore
+    )
     n = len(unit_examples)
     unit_EK, _ = unit_gradients(gradients, unit_examples, np.arange(n), np.ones(n), n, curvature)
     kernel.prepare(replace(batch_of(gradients, unit_examples), gradient_BK=unit_EK))

@@ -122,14 +122,14 @@ def test_a_build_has_the_curvature_of_its_rows_and_of_the_training(built):
     measured = stream(settings.seed, "curvature").permutation(store.n_rows)[:CURVATURE_ROWS]
     units = [Example(unit_token.input_ids, unit_token.first) for unit_token in source.unit_tokens]
     gradients = SampledGradients.choose(source.model, settings)
-    assert (settings.learning, settings.batch_rows) == (
-        default_recipe(store.n_rows).optimizer(store.n_rows).learning,
+    assert (settings.learning_rate_sum, settings.batch_rows) == (
+        default_recipe(store.n_rows).optimizer(store.n_rows).learning_rate_sum,
         16,
     )
     curvature = Curvature(CorpusMoments(gradients.engine.model.vocab_size))
     raw_NK = torch.cat([gradients.compute([example])[0] for example in examples])
     curvature._add(len(raw_NK), raw_NK.double().sum(dim=0), raw_NK.double().square().sum(dim=0))
-    training = {"learning": settings.learning, "batch_rows": settings.batch_rows}
+    training = {"learning_rate_sum": settings.learning_rate_sum, "batch_rows": settings.batch_rows}
     curvature.measure(
         gradients, [examples[i] for i in sorted(measured)], **training, seed=settings.seed, advance=ignore
     )

@@ -291,7 +291,7 @@ class Curvature(Moments):
         gradients: SampledGradients,
         rows: Sequence[Example],
         *,
-        learning: float,
+        learning_rate_sum: float,
         batch_rows: int,
         seed: int,
         advance: Callable[[int, int], None],
@@ -304,14 +304,14 @@ class Curvature(Moments):
         Args:
             gradients: engine and layers.
             rows: rows, as examples.
-            learning: sum of the learning rates of all steps.
+            learning_rate_sum: sum of the learning rates of all steps.
             batch_rows: rows of a step.
             seed: seed of the drawn labels.
             advance: receives numbers of rows and tokens.
         Raises:
             ModelError: no row that was observed has a finite gradient.
         """
-        engine, self.horizon = gradients.engine, HORIZON * learning
+        engine, self.horizon = gradients.engine, HORIZON * learning_rate_sum
         blocks = engine.layers.blocks
         sums = [BlockSums(block, engine.model.device, engine.work) for block in blocks]
         for index in gradients.batches(rows):

@@ -214,7 +214,9 @@ def _prepare_text(
     if "gradient" in settings.features.kernels:
         recipe = default_recipe(store.n_rows) if settings.recipe is None else FineTuningRecipe(**settings.recipe)
         training = recipe.optimizer(store.n_rows)
-        updates["features"] = settings.features.completed(learning=training.learning, batch_rows=training.batch_rows)
+        updates["features"] = settings.features.completed(
+            learning_rate_sum=training.learning_rate_sum, batch_rows=training.batch_rows
+        )
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)

@@ -268,16 +268,16 @@ def measure_curvature(inputs: Inputs, corpus: CorpusMoments, rows: TokenRows, pr
     if not isinstance(curvature, Curvature):
         return
     assert sampled is not None
-    assert settings.learning is not None
+    assert settings.learning_rate_sum is not None
     assert settings.batch_rows is not None
-    learning = settings.learning
+    learning_rate_sum = settings.learning_rate_sum
     if rows.split_N is not None:
         # The curvature of the DPO loss of a pair is beta^2 / 4 times that of a difference of log-likelihoods, so that
         # in Adam's coordinates x is beta / 2 times that of a fine-tuning, and counts as 0.
-        rows, learning = rows.sides(), 0.0
+        rows, learning_rate_sum = rows.sides(), 0.0
     progress.stage("curvature", rows=len(rows), tokens=rows.n_tokens)
     examples = row_examples(rows, settings)
-    training: dict[str, Any] = {"learning": learning, "batch_rows": settings.batch_rows}
+    training: dict[str, Any] = {"learning_rate_sum": learning_rate_sum, "batch_rows": settings.batch_rows}
     curvature.measure(sampled, examples, **training, seed=settings.seed, advance=progress.advance)
 
 

@@ -61,7 +61,7 @@ class OptimizerRecipe(Settings):
         )
 
     @property
-    def learning(self) -> float:
+    def learning_rate_sum(self) -> float:
         """Return the sum of the learning rates of all steps."""
         return math.fsum(self.learning_rate_at(step) for step in range(self.steps))
 
