@@ -26,7 +26,7 @@ from typing import Any
 
 from grasp.errors import MissingExtraError, SettingsError
 
-_found: dict[tuple[str, ...], dict[str, EntryPoint]] = {}  # by group and sys.path, in which they are found
+_entry_points: dict[tuple[str, ...], dict[str, EntryPoint]] = {}  # by group and sys.path, in which they are found
 
 
 def entries(group: str) -> dict[str, EntryPoint]:
@@ -35,7 +35,7 @@ def entries(group: str) -> dict[str, EntryPoint]:
     Raises:
         SettingsError: two packages register the same name.
     """
-    by_name = _found.setdefault((group, *sys.path), {})
+    by_name = _entry_points.setdefault((group, *sys.path), {})
     if not by_name:
         for point in sorted(entry_points(group=group), key=lambda point: point.name):
             if duplicate := by_name.get(point.name):

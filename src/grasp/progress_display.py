@@ -119,16 +119,16 @@ class Watch(Progress):
             left = f"{duration_text(left_seconds)} left"
             if later > MIN_LATER_SECONDS:
                 left += f" in this stage, {duration_text(left_seconds + later)} in total"
-        counted = f"{self._rows:,} rows" if total is None else f"{self._rows:,} of {total:,} rows"
-        self._show(self._rows, counted, self._rate_text(seconds), left)
+        rows_text = f"{self._rows:,} rows" if total is None else f"{self._rows:,} of {total:,} rows"
+        self._show(self._rows, rows_text, self._rate_text(seconds), left)
 
-    def _show(self, completed: int, counted: str, rate: str, left: str) -> None:
+    def _show(self, completed: int, rows_text: str, rate: str, left: str) -> None:
         """Update the bar, or print a line if the last one is old enough."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=completed, rate=rate, left=left)
         elif time.monotonic() - self._printed_at >= self.line_seconds:
             self._printed_at = time.monotonic()
-            self._print(counted, rate, left)
+            self._print(rows_text, rate, left)
 
     def plan(self, tokens: Mapping[str, int]) -> None:
         """Announce the coming stages, in order, with the number of tokens that the model reads in each."""

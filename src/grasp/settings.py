@@ -345,7 +345,7 @@ class FeatureSettings(Settings):
         "kernel knows how far it goes. null: of --recipe, else of the recipe that is replayed by default; 0: one step.",
     )
     batch_rows: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Rows of a step of that training. null: as for `learning`."
+        None, description="Rows of a step of that training. null: as for `learning_rate_sum`."
     )
     top_k: int = Field(
         64, ge=1, description="Probabilities stored per residual, in addition to that of the label. Paper: 64."

@@ -37,7 +37,7 @@ class Overlap(BlockMethod[NoSettings]):
 
         def has_words(sets: Sequence[Set[str]]) -> csr_array:
             """Return whether each set has each word of a query, 0 or 1, (number of sets, W)."""
-            ids = [[word_id[word] for word in found & word_id.keys()] for found in sets]
+            ids = [[word_id[word] for word in matches & word_id.keys()] for matches in sets]
             indptr = np.cumsum([0, *map(len, ids)], dtype=np.int64)
             indices = np.fromiter(chain.from_iterable(ids), dtype=np.int64)
             return csr_array((np.ones(len(indices)), indices, indptr), shape=(len(sets), len(word_id)))

@@ -174,8 +174,8 @@ def plan_build(
     if problem:
         raise SettingsError(problem)
     replay_settings = validated(ReplaySettings, raw_replay, "replay") if replay else None
-    if (given := read_recipe(recipe)) is not None:
-        nested["recipe"] = given.model_dump(mode="json")
+    if (parsed_recipe := read_recipe(recipe)) is not None:
+        nested["recipe"] = parsed_recipe.model_dump(mode="json")
     if isinstance(model, tuple | list):
         if len(model) != 2 or tokenizer is not None:
             raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
@@ -231,7 +231,7 @@ def plan_build(
     if warm_up and problem:
         raise SettingsError(f"--warm-up: {problem}")
     # the notes of a translated recipe are not recorded
-    return BuildPlan(settings, in_memory, trains_proxy, given or recorded, replay_settings)
+    return BuildPlan(settings, in_memory, trains_proxy, parsed_recipe or recorded, replay_settings)
 
 
 def open_objects(

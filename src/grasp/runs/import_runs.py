@@ -311,22 +311,22 @@ class _WideTable:
         states = [str(state or FINISHED_STATES[0]).lower() for state in self.metadata["state"].to_pylist()]
         is_failed_R = ~np.isfinite(value_RT).all(axis=1) | [state not in FINISHED_STATES for state in states]
         is_failed_R &= skip_failed
-        kept = np.flatnonzero(~is_failed_R)
+        chosen_R = np.flatnonzero(~is_failed_R)
         seeds, sizes = (self.metadata[name].to_pylist() for name in ("seed", "size"))
         fields_of_run: list[Any] = [
-            [self.runs[r] for r in kept],
-            [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in kept],
-            [None if sizes[r] is None else str(sizes[r]) for r in kept],
+            [self.runs[r] for r in chosen_R],
+            [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in chosen_R],
+            [None if sizes[r] is None else str(sizes[r]) for r in chosen_R],
         ]
         for name in ("params", "tokens"):
             numbers = float_column(self.metadata[name])
-            fields_of_run.append([None] * len(kept) if numbers is None else numbers[kept])
-        r, t = (index.ravel() for index in np.indices((len(kept), len(metrics))))
+            fields_of_run.append([None] * len(chosen_R) if numbers is None else numbers[chosen_R])
+        r, t = (index.ravel() for index in np.indices((len(chosen_R), len(metrics))))
         columns = [
             pa.array(values, field.type, from_pandas=True).take(pa.array(r))
             for values, field in zip(fields_of_run, RESULTS_SCHEMA, strict=False)
         ]
-        columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[kept].ravel()]
+        columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[chosen_R].ravel()]
         return pa.table(columns, RESULTS_SCHEMA), [self.runs[r] for r in np.flatnonzero(is_failed_R)]
 
 

@@ -198,14 +198,14 @@ def check_share_bounds(low_G: F64, high_G: F64, names: Sequence[str], problems: 
     Raises:
         SettingsError: no mixture lies within the bounds, or there are further reasons.
     """
-    found = [
+    reasons = [
         f"{names[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
         for g in np.flatnonzero(low_G > high_G + ROUNDING).tolist()
     ]
     if low_G.sum() > 1.0 + ROUNDING or high_G.sum() < 1.0 - ROUNDING:
-        found.append(f"the floors add up to {low_G.sum():.1%}, the caps (with --max-repeat) to {high_G.sum():.1%}")
-    if found or problems:
-        raise SettingsError(f"floor, cap: cannot be met: {first_few([*found, *problems], '; ')}")
+        reasons.append(f"the floors add up to {low_G.sum():.1%}, the caps (with --max-repeat) to {high_G.sum():.1%}")
+    if reasons or problems:
+        raise SettingsError(f"floor, cap: cannot be met: {first_few([*reasons, *problems], '; ')}")
 
 
 def first_few(texts: Sequence[str], separator: str = ", ") -> str:

@@ -99,7 +99,7 @@ class SelectionFacts:
 
 def describe(facts: SelectionFacts) -> tuple[str, list[str], list[str]]:
     """Return the headline of a selection, the notes that matter most, and the others."""
-    share, kind, given = share_text(facts.rows, facts.corpus_rows), facts.kind, facts.given_budget
+    share, kind, budget = share_text(facts.rows, facts.corpus_rows), facts.kind, facts.given_budget
     headline = f"keeps {facts.documents:,} documents: {share}" if kind == "documents" else f"keeps {share}"
     headline += f", {facts.tokens:,} tokens"
     if facts.used < (1 - UNUSED_SHARE) * facts.budget:
@@ -112,10 +112,10 @@ def describe(facts: SelectionFacts) -> tuple[str, list[str], list[str]]:
             f"value {facts.value:+z.3f}: the change including repetition, which has {facts.repetition:.0%} of the "
             "effect of as many new rows"
         )
-    if given is None:
+    if budget is None:
         first.append(f"budget: {facts.budget:,} rows, the optimum for the training budget")
-    elif not given.is_share and given.unit is None and given.value <= min(100, AMBIGUOUS_SHARE * facts.corpus_rows):
-        number, part = f"{given.value:g}", given.value / facts.corpus_rows
+    elif not budget.is_share and budget.unit is None and budget.value <= min(100, AMBIGUOUS_SHARE * facts.corpus_rows):
+        number, part = f"{budget.value:g}", budget.value / facts.corpus_rows
         first.append(f"budget: {number} is read as rows, {part:.2%} of the corpus; for {number} %, pass {number}%")
     above = f"{facts.above_average:,} of the {facts.candidates:,} candidate {kind} are above the corpus average"
     n_selected = facts.documents if kind == "documents" else facts.rows
