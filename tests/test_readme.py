@@ -132,10 +132,9 @@ def test_the_reference_lists_every_public_name_and_its_examples_run(place, monke
     assert not [name for name in [*names, *methods] if not re.search(rf"\b{re.escape(name)}\b", page)]
 
 
-def test_the_reference_has_the_short_help_of_every_command():
+def test_the_reference_names_every_command():
     group = typer.main.get_command(app)
-    commands_by_name = {name: each for name, each in group.commands.items() if name != "runs"}
-    commands_by_name |= {f"runs {name}": each for name, each in group.commands["runs"].commands.items()}
+    names = {name for name in group.commands if name != "runs"}
+    names |= {f"runs {name}" for name in group.commands["runs"].commands}
     page = (ROOT / "docs" / "reference.md").read_text()
-    shown = dict(re.findall(r"^\| `grasp ([\w -]+)` \| (.*?) \|", page, re.MULTILINE))
-    assert shown == {name: each.get_short_help_str(200) for name, each in commands_by_name.items()}
+    assert set(re.findall(r"^\| `grasp ([\w -]+)` \|", page, re.MULTILINE)) == names
