@@ -56,14 +56,6 @@ def test_printed_figures_equal_those_of_the_library(world, tmp_path):
     assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
-def test_a_second_evaluation_reuses_stored_scores(world):
-    succeed(*evaluate(world, "--methods", "bm25"))
-    cache = world.root / "art" / "baselines"
-    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
-    succeed(*evaluate(world, "--methods", "bm25"))
-    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
-
-
 def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, tmp_path):
     file = tmp_path / "methods.yaml"
     configurations = {
@@ -94,11 +86,6 @@ def test_rows_are_ranked_by_a_method(world):
     assert float(cells(printed[7])[0]) == pytest.approx(result.min(), abs=6e-4)
 
 
-def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world):
-    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length").lines
-    assert float(cells(printed[2])[0]) == world.artifact.rows(np.arange(N_ROWS))["n_tokens"].to_numpy().max()
-
-
 def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, tmp_path):
     art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
     succeed("score", art, "--target", "facts", "--method", "random")
@@ -106,12 +93,6 @@ def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, 
     succeed("verify", art)
     shutil.rmtree(art / "baselines")
     succeed("score", art, "--target", "facts", "--method", "random")
-
-
-def test_the_target_is_checked_before_rows_are_scored(world, tmp_path):
-    art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
-    assert "got ['fact']" in refused("score", art, "--method", "length", "--target", "fact")
-    assert not (art / "baselines").exists()
 
 
 def test_methods_lists_all_methods_or_the_settings_of_one():
