@@ -47,13 +47,6 @@ def test_every_entry_point_loads_and_has_a_description(name):
     assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(fields)
 
 
-@pytest.mark.parametrize("name", list(METHODS))
-def test_every_annotated_attribute_of_a_method_is_one_of_the_interface(name):
-    method_class, *bases = load_method(name).__mro__
-    known = {attribute for base in bases for attribute in getattr(base, "__annotations__", {})}
-    assert set(vars(method_class).get("__annotations__", {})) <= known
-
-
 @pytest.mark.parametrize(
     ("names", "file", "message"),
     [
