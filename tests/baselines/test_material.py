@@ -16,26 +16,8 @@ from grasp.errors import ArtifactError
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import load_method, score_rows
 from grasp.models import checkpoint
-from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
-
-
-def test_blocks_cover_every_row_once_from_anywhere(world):
-    inputs = world.inputs(block_rows=7)
-    assert list(inputs.blocks()) == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(inputs.blocks(14)) == [(14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(inputs.blocks(16)) == [(16, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(world.inputs().blocks()) == [(0, 16), (16, 32), (32, 40)]
-
-
-def test_texts_equal_those_of_the_corpus(world):
-    inputs = world.inputs()
-    for unit in inputs.units.units:
-        row = int(unit.unit_id.removeprefix("facts-"))
-        (text,) = inputs.texts(row, row + 1)
-        assert (unit.prompt + unit.completion).startswith(text)
-    assert len(inputs.texts(0, N_ROWS)) == N_ROWS
+from tests.baselines.world import METHODS, N_UNITS, configured_method, matrix
 
 
 def test_rows_and_units_are_the_artifact_s(world):
@@ -118,18 +100,3 @@ def test_a_model_without_a_directory_is_its_only_checkpoint(name, world, on_a_hu
     inputs = world.inputs()
     expected = matrix(score_rows(configured_method(name, **settings), inputs, tmp_path / "disk"))
     np.testing.assert_array_equal(result, expected)
-
-
-def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
-    file = tmp_path / "tiny.gguf"
-    file.touch()
-    monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
-    monkeypatch.setattr(checkpoint, "_from_pretrained", lambda kind, field, what, arguments: (field, arguments))
-    field, where = checkpoint.tokenizer_of(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
-    assert field == "model.tokenizer"
-    assert where == {
-        "pretrained_model_name_or_path": str(tmp_path),
-        "gguf_file": "tiny.gguf",
-        "local_files_only": True,
-        "trust_remote_code": False,
-    }
