@@ -1,6 +1,5 @@
 """Results of harnesses: all files of a run are merged, differences are named, incomparable results are refused."""
 
-import itertools
 import json
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.errors import RunsError
-from grasp.runs.metric_names import direction_by_name
 from tests.mentions import assert_mentions
 
 RUNS = ("a", "b", "c")
@@ -134,13 +132,6 @@ def test_versions_as_number_and_text_are_equal_and_null_fields_are_unknown(tmp_p
     assert len(read(tmp_path)) == 3
 
 
-def test_models_of_one_run_are_named(tmp_path):
-    for run, (hour, model) in itertools.product(RUNS, ((OLD, "step100"), (NEW, "step200"))):
-        result = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}
-        place(tmp_path, f"{run}/{model}", f"results_{hour}.json", result)
-    assert any("a: step100, step200" in note for note in read(tmp_path).notes)
-
-
 @pytest.mark.parametrize(
     ("data", "metrics"),
     [
@@ -195,29 +186,6 @@ def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("metric", "direction"),
-    [
-        ("brier_score", "lower"),
-        ("bits_per_byte_corr", "lower"),
-        ("sum_logits_corr", "higher"),
-        ("logits_per_char_corr", "higher"),
-        ("acc_per_char", "higher"),
-        ("primary_score", None),
-        ("logits_per_byte_corr", None),
-        ("mcc", None),
-    ],
-)
-def test_directions_by_name(metric, direction):
-    assert direction_by_name(f"sciq/{metric}") == direction
-
-
-def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
-    place_all(tmp_path, {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
-    with pytest.raises(RunsError, match=r"'t/one'.*t/two"):
-        read(tmp_path)
-
-
 def test_metrics_of_olmes(tmp_path):
     """A task's own file and the file of all tasks say the same; means of tasks stand in the latter alone."""
     for k, run in enumerate(RUNS):
@@ -249,17 +217,3 @@ def test_variants_of_a_task_are_distinguished_by_their_aliases(tmp_path):
         place_all(tmp_path, data, f"task-00{k}-sciq-metrics.json")
     runs = read(tmp_path)
     assert [of(runs, f"sciq:{style}::olmes/acc_raw")["a"] for style in ("rc", "mc")] == [0.25, 1.25]
-
-
-@pytest.mark.parametrize("name", ["results.json", "task-000-sciq-metrics.json", "metrics-all.jsonl"])
-@pytest.mark.parametrize("text", ["[]", "{", '{"results": 3, "task_config": 3}', "[" * 100_000])
-def test_damaged_files_are_named(tmp_path, name, text):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / name).write_text(text)
-    with pytest.raises(RunsError, match=f"{name}: .*(lm-evaluation-harness|olmes)"):
-        read(tmp_path)
-
-
-def test_the_error_of_a_directory_without_results_names_the_expected_files(tmp_path):
-    with pytest.raises(RunsError, match=r"contains no results\*.json"):
-        read(tmp_path)
