@@ -175,17 +175,6 @@ def test_default_arguments_of_trl_are_followed_but_for_the_prompts_of_conversati
     assert not FineTuningRecipe.from_mapping(json.loads(trl.DPOConfig(**arguments).to_json_string())).notes
 
 
-def test_a_field_that_is_not_followed_is_noted():
-    fields = {"group_by_length": True, "mask_history": True, "truncation_mode": "keep_end", "enable_thinking": False}
-    fields |= {"schedule_of_topics": "a", "eval_split": 0.1}
-    harmless = {"logging_steps": 5, "seed": 3, "truncation_mode": "keep_start", "rope_scaling": None}
-    harmless |= {"new_switch": False, "max_steps": 3}
-    assert not recipe_of(**harmless).notes
-    (note,) = recipe_of(**harmless | fields).notes
-    assert note.startswith("not used: ")
-    assert sorted(note.removeprefix("not used: ").split(", ")) == sorted(fields)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -256,11 +245,6 @@ def test_a_field_that_is_absent_or_off_has_its_default(fields, expected):
     assert recipe_of(**fields) == FineTuningRecipe(**expected)
 
 
-def test_paged_adamw_takes_the_steps_of_adamw():
-    paged, plain = (recipe_of(max_steps=4, optim=optim) for optim in ("paged_adamw_32bit", "adamw_torch"))
-    assert paged.optimizer(9) == plain.optimizer(9)
-
-
 def test_an_axolotl_config_has_the_defaults_of_axolotl():
     recipe = recipe_of(micro_batch_size=None, num_epochs=2, learning_rate=1e-4)
     assert (recipe.lr_scheduler_type, recipe.num_train_epochs, recipe.batch_rows) == ("cosine", 2, 1)
@@ -304,10 +288,6 @@ def test_incomplete_forward_passes_are_left_out_as_by_transformers(tmp_path, n_r
         recipe_of(**fields).steps(3)
 
 
-def test_a_norm_of_zero_means_no_clipping():
-    assert recipe_of(max_grad_norm=0).optimizer(80).clip_norm is None
-
-
 @pytest.mark.parametrize("completion_only", [None, False, True])
 @pytest.mark.parametrize("assistant_only", [None, False, True])
 def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
@@ -330,20 +310,3 @@ def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
     retained = np.arange(12) < n_rows
     for batches in (recipe.order(n_rows, 0), recipe.batches(row_order(retained, seed=0), n_rows)):
         assert [len(batch) for batch in batches] == sizes
-
-
-@pytest.mark.parametrize(
-    ("fields", "steps"),
-    [({"warmup_ratio": 0.1}, 2), ({"warmup_steps": 0.25}, 5), ({"warmup_steps": 1}, 1), ({"warmup_steps": 3}, 3)],
-)
-def test_a_warm_up_below_one_is_a_share_of_the_steps(fields, steps):
-    assert FineTuningRecipe(max_steps=20, **fields).optimizer(1).warmup_steps == steps
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"warmup_steps": 30}, "warmup_steps: got 30"), ({"max_steps": 20, "warmup_ratio": 1}, "warmup")],
-)
-def test_a_warm_up_of_all_steps_is_refused(fields, message):
-    with pytest.raises(SettingsError, match=message):
-        recipe_of(**fields).optimizer(80)
