@@ -4,7 +4,6 @@ import datetime
 import decimal
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -199,21 +198,6 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
     ]
 
 
-def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
-    pytest.importorskip("datasets")
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    kinds = ["parquet", "jsonl", "parquet", "jsonl"]
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(export, artifact, np.arange(i, artifact.n_rows, 4), tmp_path / f"kept{i}", kind)
-            for i, kind in enumerate(kinds)
-        ]
-        names = [[line["row_id"] for line in job.result()] for job in jobs]
-    everything = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
-    assert names == [everything[i::4] for i in range(4)]
-    assert not list(tmp_path.glob(".kept*"))
-
-
 def test_datasets_loads_exported_records_unchanged(tmp_path):
     datasets = pytest.importorskip("datasets")
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
@@ -293,19 +277,6 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     assert not (tmp_path / "bytes").exists()
 
 
-def test_directories_that_are_there_are_left_alone(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", records())
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / "part-00099.jsonl").write_text("somebody's own")
-    copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
-    assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
-    assert [file.name for file in parts(tmp_path / "out")] == ["part-00000.jsonl"]
-    with pytest.raises(SettingsError, match="out: already exists"):
-        copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
-    with pytest.raises(SettingsError, match=r"nowhere does not exist"):
-        copy(path, np.ones(25, dtype=bool), tmp_path / "nowhere" / "out", "jsonl")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -327,15 +298,6 @@ def test_another_corpus_is_refused_and_nothing_is_left(change, message, tmp_path
     with pytest.raises(CorpusError, match=message):
         export(artifact, np.arange(artifact.n_rows), tmp_path / "kept", path=str(other))
     assert sorted(file.name for file in tmp_path.iterdir()) == before
-
-
-def test_the_corpus_may_have_moved(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", records())
-    artifact = build(tmp_path, path)
-    path.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(SettingsError, match="with `corpus`"):
-        export(artifact, [0], tmp_path / "kept")
-    assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
@@ -488,13 +450,3 @@ def test_rows_keep_the_names_of_classes(tmp_path):
     read_back = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
     features = {name: read_back.features[name] for name in ("label", "order", "order_")}
     assert features == {"label": classes, "order": datasets.Value("int64"), "order_": classes}
-
-
-def test_rows_without_other_columns(tmp_path):
-    for suffix in (".jsonl", ".parquet"):
-        artifact = build(
-            tmp_path / suffix,
-            write_chunked(tmp_path / f"c{suffix}", [{"text": text or "x"} for text in texts()], [25], suffix),
-        )
-        (line, _) = export(artifact, [3, 5], tmp_path / f"kept{suffix}")
-        assert set(line) == {"row_id", "doc_id", "text", "input_ids", "n_tokens", "order", "effect"}
