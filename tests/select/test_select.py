@@ -11,13 +11,13 @@ import pytest
 
 from grasp.api.score import score
 from grasp.artifact.rows import ranked
-from grasp.errors import ProtocolError, SettingsError
+from grasp.errors import SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
-from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
+from grasp.select.budget import Amount, Constraints, parse_budget, parse_tokens, take_within_budget
 from grasp.select.items import Items
 from grasp.select.objective import weighted_targets
 from grasp.select.ranking import token_guarantee
-from grasp.select.select import _percentage_note, select
+from grasp.select.select import select
 from tests.select.world import World, best_subset, changes, predictor_of, protocol
 
 GEOMETRY = {"joint.pair": -0.25, "hidden.cent": -0.1, "product.raw": -0.1}
@@ -202,13 +202,6 @@ def test_infeasible_constraints_are_refused_in_one_line(budget, options, message
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_without_units_is_refused():
-    source = World()
-    source.unit_columns = lambda target: np.empty(0, dtype=int)
-    with pytest.raises(ProtocolError, match=r"sciq: .*no units"):
-        selected(source, protocol())
-
-
 KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
 
 
@@ -276,11 +269,6 @@ def test_invalid_budgets_are_refused(text):
         parse_budget(text)
 
 
-def test_bounds_name_values_with_colons():
-    bounds = parse_bounds(["a: b:5%", "1%"], "floor")
-    assert {value: amount.value for value, amount in bounds.items()} == {"a: b": 0.05, None: 0.01}
-
-
 def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average():
     source = World()
     got = selected(source, protocol(), "5documents", by="topic", exclude=["r0"])
@@ -329,25 +317,3 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     assert used <= amount
     assert all(used + of[d] > amount for d in set(range(20)) - retained)  # no other one fits
     assert ("only" in got.headline) == (used < 0.98 * amount)
-
-
-def test_a_budget_that_looks_like_a_share_gives_a_note():
-    source = World()
-    assert not any(note.startswith("budget:") for note in selected(source, protocol(), "20").notes)
-    (note,) = _percentage_note(parse_budget(20), 10_000)
-    assert note == "budget: 20 is a number of rows, 0.20% of the corpus; a share is 20%"
-    assert _percentage_note(parse_budget("20%"), 10_000) == _percentage_note(parse_budget("20rows"), 10_000) == []
-    assert _percentage_note(parse_budget(101), 100_000) == []
-
-
-def test_short_rows_at_the_top_give_a_note():
-    source = World()
-    ranking = score(source, "sciq", protocol=protocol(), top=10)
-    short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
-    assert short
-    assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
-    assert "noisy: --min-tokens 32 skips" in ranking.notes[0]
-    assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
-    images = World()
-    images.tokens[:] = 1  # there is nothing to choose from
-    assert len(score(images, "sciq", protocol=protocol(), top=10).notes) == 1
