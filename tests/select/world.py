@@ -61,15 +61,6 @@ class World(FakeSource):
         yield from self.table.select(columns or self.table.column_names).to_batches(max_chunksize=self.block_rows)
 
 
-def planted(sketch_ND, relevance_N, **fields) -> World:
-    """A world of one target, one unit, the token kernel and a product sketch."""
-    arrays = {
-        "product_sketch": np.asarray(sketch_ND, dtype="f4"),
-        "relevance_output_layer": np.asarray(relevance_N, dtype="f4")[:, None],
-    }
-    return World(n_rows=len(sketch_ND), arrays=arrays, unit_targets=("sciq",), **fields)
-
-
 def protocol(**changes) -> ScoringProtocol:
     settings = {"name": "p", "match": {"output_layer": 1.0}, "calibration": {"family": "uniform:0.5", "n_subsets": 16}}
     return rule(**(settings | changes))
