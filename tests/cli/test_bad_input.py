@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grasp.artifact.writer import lock_artifact
-from grasp.cli.console import program
 from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
 from tests.mentions import assert_mentions
 from tests.pipeline.world import write_corpus
@@ -121,12 +119,6 @@ def test_a_wrong_setting(build, assignment, word):
     assert word in refused(*build("--set", assignment))
 
 
-def test_every_wrong_setting_is_in_one_message(build):
-    message = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--rule", "most"))
-    assert message.count("; ") == 3
-    assert all(name in message for name in ("features.tau", "shard_rows", "model.dtype", "features.rule"))
-
-
 @pytest.mark.parametrize(
     ("content", "word"),
     [
@@ -154,14 +146,6 @@ def test_an_artifact_at_an_unusable_path_is_refused(root, tmp_path):
     for out in (tmp_path / "file", tmp_path / "file/art"):
         message = refused("build", "--config", root / "settings.yaml", "--out", out)
         assert re.match(rf"{re.escape(str(out))}: (is a file|cannot be written to)", message)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_path_without_permission_is_reported_without_a_traceback(art, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.files.temporary_path", lambda path: path.with_name(f"{path.name}.part"))
-    (tmp_path / "out.parquet.part").symlink_to("/dev/full")
-    assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
-    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_a_second_build_on_a_locked_artifact(root, tmp_path):
@@ -214,45 +198,6 @@ def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, s
     if changes:
         succeed(*arguments, tmp_path / "whole")
     assert_same_arrays(out, tmp_path / "whole" if changes else art)
-
-
-@pytest.mark.parametrize(
-    ("command", "place", "left"),
-    [
-        (
-            "build --out new --model m",
-            ("grasp.pipeline.build", "build"),
-            "finished parts are kept",
-        ),
-        ("score art", ("grasp", "open"), "results are written"),
-    ],
-)
-def test_ctrl_c_reports_what_is_retained(command, place, left, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    module, name = place
-    monkeypatch.setattr(
-        import_module(module), name, stop, raising=False
-    )  # grasp loads its names when they are asked for
-    outcome = run(*command.split())
-    assert outcome.code == 130
-    assert [line.startswith(f"stopped: {left}") for line in outcome.complaints] == [True]
-
-
-@pytest.mark.parametrize(
-    ("installed_path", "argv0", "expected"),
-    [
-        ("/usr/bin/grasp", "/a b/.venv/bin/grasp", "grasp"),
-        (None, ".venv/bin/grasp", ".venv/bin/grasp"),
-        (None, "/a b/.venv/bin/grasp", "'/a b/.venv/bin/grasp'"),
-        (None, "src/grasp/__main__.py", f"{sys.executable} -m grasp"),
-    ],
-)
-def test_suggested_commands_name_the_program_as_it_can_be_run(installed_path, argv0, expected, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda _: installed_path)
-    monkeypatch.setattr(sys, "argv", [argv0])
-    assert program() == expected
 
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers
