@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grasp.api.predict import prediction_table
-from grasp.artifact.inspection import info, verify
+from grasp.artifact.inspection import info
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
@@ -196,13 +196,6 @@ def test_info_prints_the_manifest(art):
     assert data["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
 
 
-def test_verify_counts_the_files_that_it_read(art):
-    report = verify(art)
-    (line,) = succeed("verify", art).lines
-    assert line.startswith(f"{art}: artifact, {report.n_files} files, ")
-    assert line.endswith(": all files intact")
-
-
 # score
 
 
@@ -215,28 +208,6 @@ def test_score_prints_the_rows_of_a_sort_by_effect(art):
     assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
     np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)
     assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
-
-
-@pytest.mark.parametrize("kernel", ["pooled", "embedding"])
-def test_score_by_another_kernel_of_some_rows(art, kernel):
-    flags = ["--top", 4, "--match", kernel, "--min-tokens", 30]
-    out = succeed("score", art, "--target", "facts", *flags).out
-    effect_N = effects(art, (kernel,))
-    tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
-    order = [i for i in np.argsort(-effect_N) if tokens_N[i] >= 30][:4]
-    printed = table(out, f"the {len(order)} most helpful")
-    np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)
-
-
-def test_score_for_one_unit_uses_the_relevance_to_that_unit(art):
-    relevance_N = arrays(art)["relevance_output_layer"].astype(float)[:, 2]
-    unit = ArtifactReader.open(art).units["unit_id"].to_pylist()[2]
-    command = ["score", art, "--target", "facts", "--match", "output_layer", "--top", 5]
-    printed = table(succeed(*command, "--unit", unit).out, "the 5 most helpful")
-    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
-    score_N = np.where(relevance_N < 0, 0.25 * relevance_N, relevance_N)
-    assert [line["row_id"] for line in printed] == [row_ids[i] for i in np.argsort(-score_N, kind="stable")[:5]]
-    assert_mentions(refused(*command, "--unit", "none"), "unit: facts ", "'none'", " 6, ")
 
 
 def test_a_missing_kernel_is_refused_by_score_and_predict(art, tmp_path):
@@ -303,19 +274,6 @@ def weighted_change(weight_N: np.ndarray, effect_N: np.ndarray) -> float:
     return (exposure_N @ (effect_N + 0.4)) / (weight_N > 0).sum() - 0.4
 
 
-def test_weights_of_expressions_multiply(art, tmp_path):
-    effect_N, sky_N, earth_N = effects(art), topics(art) == "sky", topics(art) == "earth"
-    weight_N = np.where(sky_N, 0.3, 1.0) * np.where(earth_N, 0.0, 1.0) * np.where(sky_N | earth_N, 2.0, 1.0)
-    flags = ["--weight", "topic = 'sky' AND 'a:b' = 'a:b':0.3", "--weight", "topic = 'earth': 0"]
-    flags += ["--weight", "topic IN ('sky', 'earth'): 2"]
-    lines = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
-    changed, n = int((sky_N | earth_N).sum()), len(effect_N)
-    percent = f"{100 * changed / n:.1f} %"
-    assert_mentions(lines[0], f"weight of {changed} of {n} rows ({percent})", f"drops {earth_N.sum()} ")
-    (line,) = lines_of(tmp_path / "p.parquet")
-    assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
-
-
 def test_subsets_of_a_file_are_predicted_as_those_of_the_library(art, tmp_path):
     artifact, out = ArtifactReader.open(art), tmp_path / "out.parquet"
     labels, index = LabelTable(artifact.rows_path).column("topic"), RowIndex.from_parquet(artifact.rows_path)
@@ -331,18 +289,6 @@ def test_subsets_of_a_file_are_predicted_as_those_of_the_library(art, tmp_path):
     many = parse_family("uniform:0.3").draw(100, n_rows=artifact.n_rows, labels=None, seed=5, purpose="drawn")
     write_subsets(tmp_path / "many.parquet", many, index)
     assert "... and 70 more lines" in succeed("predict", art, "--subsets", tmp_path / "many.parquet").out
-
-
-def test_units_are_printed_on_separate_lines(art, tmp_path):
-    command = ["predict", art, "--keep", "topic = 'sky'", "--units"]
-    succeed(*command, "--out", tmp_path / "p.parquet")
-    (task, *unit_lines) = lines_of(tmp_path / "p.parquet")
-    units = ArtifactReader.open(art).units["unit_id"].to_pylist()
-    assert (task["unit_id"], [line["unit_id"] for line in unit_lines]) == (None, units)
-    for e, line in enumerate(unit_lines):
-        effect_N = effects(art, columns=[e])
-        assert line["change"] == pytest.approx(effect_N[topics(art) == "sky"].mean(), abs=1e-5)
-    assert all(unit in succeed(*command).out for unit in units)
 
 
 def test_components_without_variance_are_ignored_with_a_note(art, tmp_path):
