@@ -173,15 +173,6 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
     assert "undefined: mean_lds" in succeed("evaluate", art, "--runs", env).out
 
 
-def test_the_cost_is_estimated_from_the_first_steps_unless_all_runs_are_finished(trained, settings):
-    env, outcome = trained
-    stderr = outcome.err
-    cost = r"18 runs of 4 steps; estimated from the first steps: \d+ s per run, \d+ s in total; run the same"
-    assert re.search(cost, " ".join(stderr.split()))
-    assert stderr.index("from the first steps") < stderr.index("runs: 18 runs in ")
-    assert "first steps" not in succeed(*retrain(settings, env)).err
-
-
 def test_flags_change_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
     data = read_yaml(settings)
     del data["corpus"]["max_length"]
@@ -213,15 +204,6 @@ def test_two_processes_share_the_runs_also_if_one_is_killed(settings, env, tmp_p
     assert child.wait() == -signal.SIGKILL
     for name in ("utilities.parquet", "reference.parquet", "subsets.parquet", "environment.json"):
         assert (out / name).read_bytes() == (env / name).read_bytes(), name
-
-
-def test_a_run_locked_by_another_process_is_awaited_and_taken_over(settings, own_env, env):
-    (own_env / "utilities.parquet").unlink()
-    assert RetrainedRuns.open(own_env).claim() is not None  # never renewed: its process is dead
-    succeed("retrain", "--out", own_env, "--resume")
-    np.testing.assert_array_equal(
-        RetrainedRuns.open(own_env).utilities().values_BSE, RetrainedRuns.open(env).utilities().values_BSE
-    )
 
 
 @pytest.mark.parametrize(
@@ -340,13 +322,6 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     assert "in sample: " in out
 
 
-def test_unfinished_runs_are_evaluated_on_request_and_damaged_ones_never(art, own_env):
-    rewrite(own_env, lambda lines: [line for line in lines if line["subset_id"] != "evaluation-000003"])
-    assert " 7 subsets" in succeed("evaluate", art, "--runs", own_env, "--partial").lines[0]
-    rewrite(own_env, lambda lines: [lines[0] | {"utility": float("nan")}, *lines[1:]])
-    assert re.search(r"\b1 utilities .*nan", refused("evaluate", art, "--runs", own_env, "--partial"))
-
-
 def test_an_artifact_of_another_corpus_is_refused_with_the_command_to_build_it(art, env, tmp_path):
     out, chosen = tmp_path / "art", ("--runs", env, "--out", tmp_path / "p.yaml")
     succeed("build", "--config", art / "run.yaml", "--set", "corpus.limit=39", "--out", out)
@@ -410,14 +385,6 @@ def test_calibrate_selects_the_planted_protocol_and_writes_it(art, env, tmp_path
     set_info(other, recipe="small")
     assert evaluated(other)["chosen"][1] == "facts"
     assert not any(line["in_sample"] for line in json.loads(result.read_text())["results"])
-
-
-def test_few_subsets_select_from_a_short_list_with_a_note(art, env, tmp_path):
-    other, out = shutil.copytree(env, tmp_path / "other"), tmp_path / "p.yaml"
-    text = succeed("calibrate", art, "--runs", env, "--runs", other, "--out", out, "--resamples", 20).out
-    assert_mentions(text.splitlines(), "short list of 12 protocols", "16 subsets", "7,440")
-    assert load_protocol(out).is_additive
-    assert json.loads((tmp_path / "p.provenance.json").read_text())["family"]["components"] == [[]]
 
 
 def test_calibrate_refuses_a_single_result_and_held_out_runs(art, env, own_env, tmp_path):
