@@ -91,6 +91,7 @@ def test_the_recipes_in_their_order(place):
     assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
 
 
+@pytest.mark.slow  # the recipes run the same commands
 @needs_tasks
 def test_the_tutorial_from_the_first_command_to_the_report(place):
     for argv in commands("docs/tutorial.md"):

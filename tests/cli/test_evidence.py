@@ -189,6 +189,7 @@ def test_flags_change_the_settings_and_lengths_are_those_of_the_recipe(settings,
     assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
 
 
+@pytest.mark.slow  # a kill of a build is in tests/pipeline
 def test_two_processes_share_the_runs_also_if_one_is_killed(settings, env, tmp_path):
     out = tmp_path / "env"
     command = [sys.executable, "-m", "grasp", *map(str, retrain(settings, out))]

@@ -275,11 +275,9 @@ ARGUMENTS = [CHATS[0] | {"chat_template_kwargs": {"mood": ("short", "long")[k % 
 MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}" + MARKED
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.kind}{form.compression}")
 @pytest.mark.parametrize(
-    "records",
-    [PROMPTS, CHATS, TEXTS, PROMPT_CHATS, ARGUMENTS],
-    ids=["prompts", "chats", "texts", "prompts of turns", "arguments"],
+    ("form", "records"),  # every format, and every kind of records in two of them
+    [(form, CHATS) for form in FORMATS] + list(product(FORMATS[:2], [PROMPTS, TEXTS, PROMPT_CHATS, ARGUMENTS])),
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
