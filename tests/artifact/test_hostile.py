@@ -170,20 +170,6 @@ def test_an_artifact_at_a_url_writes_nothing_outside_of_the_cache(art, tmp_path,
         filesystem.rm(root, recursive=True)
 
 
-def test_a_damaged_copy_of_a_remote_file_is_fetched_again(art, tmp_path, monkeypatch):
-    monkeypatch.setenv("GRASP_CACHE", str(tmp_path / "cache"))
-    publish(art, "memory://cached/art", SIGNED_MANIFEST)
-    expected = ArtifactReader.open("memory://cached/art").units
-    copy = ArtifactReader.open("memory://cached/art").path / "units.parquet"
-    whole = copy.read_bytes()
-    copy.write_bytes(whole[:-9] + b"xxxxxxxxx")
-    (problem,) = verify("memory://cached/art").problems
-    assert (problem.file, "copy" in problem.what) == ("units.parquet", True)
-    assert ArtifactReader.open("memory://cached/art").units.equals(expected)
-    assert copy.read_bytes() == whole
-    assert verify("memory://cached/art").ok
-
-
 def test_a_directory_that_grasp_did_not_write_is_not_changed(tmp_path):
     theirs = tmp_path / "theirs"
     (theirs / "work").mkdir(parents=True)
