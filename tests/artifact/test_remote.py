@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -18,7 +17,7 @@ import pytest
 from artifact_world import World
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module
@@ -159,39 +158,6 @@ def test_publishing_resumes_and_is_atomic(local, place, monkeypatch):
     assert not set(resent) & set(sent)
     assert_same(ArtifactReader.open(place), ArtifactReader.open(local))
     publish_artifact(local, place)
-
-
-@slowly_on_s3
-def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch):
-    filesystem, root = fsspec.core.url_to_fs(place)
-    publish_artifact(local, place)
-    for name in (MANIFEST, "rows.parquet"):
-        filesystem.rm(f"{root}/{name}")
-    publish_artifact(local, place)
-    assert verify(place).ok
-    filesystem.rm(f"{root}/{MANIFEST}")
-    filesystem.rm(f"{root}/rows.parquet")
-    with monkeypatch.context() as patch:
-        patch.setattr(filesystem, "put_file", lambda source, target: None)
-        with pytest.raises(ArtifactError, match=r"1 of \d+ files.*rows\.parquet"):
-            publish_artifact(local, place)
-    assert not is_published(place)
-
-
-@slowly_on_s3
-def test_two_readers_with_an_empty_cache_do_not_interfere(local, place, monkeypatch):
-    publish_artifact(local, place)
-    requested, real = [], module.atomic_path
-
-    def slow(path):
-        requested.append(path)
-        time.sleep(0.05)
-        return real(path)
-
-    monkeypatch.setattr(module, "atomic_path", slow)
-    with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
-    assert len(set(paths)) == len(requested) == 1  # the others waited for it
 
 
 def test_a_file_url_is_a_path(local):
