@@ -101,15 +101,6 @@ def test_projected_tracin_converges_to_the_exact_one_with_the_dimension(dense, w
     assert far[1] < 0.05
 
 
-def test_equal_weights_and_the_last_checkpoint(world, tmp_path, gradients):
-    row_NP, unit_EP = concatenated(gradients(2), "lm_head")
-    expected = unit_length(row_NP) @ unit_length(unit_EP).T
-    assert_close(scored(world, tmp_path, "tracin", dimension=None, layers="head", checkpoints="last"), expected)
-    parts = [unit_length(r) @ unit_length(u).T for r, u in (concatenated(gradients(c), "lm_head") for c in range(3))]
-    result = scored(world, tmp_path, "tracin", dimension=None, layers="head", weights="equal")
-    assert_close(result, sum(parts) / 3)
-
-
 @pytest.mark.parametrize(("part", "parts"), [("all", [""]), ("body", ["layers.", "norm"]), ("embedding", ["embed"])])
 def test_tracin_of_the_last_checkpoint_is_the_cosine_of_the_selected_parameters(
     part, parts, world, tmp_path, gradients
@@ -384,15 +375,6 @@ def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gr
     settings = {"layers": "final_norm", "labels": "true", "curvature": "ekfac"}
     # in its own eigenbasis the corrected eigenvalues are the exact ones
     assert_close(scored(world, tmp_path, "influence", **settings), expected, 5e-3)
-
-
-def test_kfac_does_not_depend_on_the_form_of_unit_gradients(world, tmp_path, monkeypatch):
-    result = []
-    for whole in (True, False):
-        groups = ([slice(0, N_UNITS)], whole)
-        monkeypatch.setattr("grasp.baselines.influence.unit_groups", lambda *_, by=groups, **__: by)
-        result.append(scored(world, tmp_path / str(whole), "influence", layers="all"))
-    assert_close(result[0], result[1], 1e-4)
 
 
 # --------------------------------------------------------------------------------------------- bad input
