@@ -7,8 +7,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from grasp.baselines.stored import BlockMethod, RowScorer, identity, result_directory
-from grasp.errors import ModelError, SettingsError, ShapeError
+from grasp.baselines.stored import BlockMethod, RowScorer, identity
+from grasp.errors import ModelError, ShapeError
 from grasp.methods.contract import Account, NoSettings
 from grasp.methods.registry import load_method
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
@@ -89,26 +89,6 @@ def test_invalid_scores_are_refused_and_not_stored(attributes, error, message, w
     assert not list(tmp_path.glob("fake-*/method.json"))
 
 
-def test_names_of_stored_scores_depend_on_the_settings(world):
-    inputs = world.inputs()
-
-    def name(method):
-        return result_directory(inputs.artifact.path, identity(method, inputs)).name
-
-    names = [
-        name(configured_method("bm25").method),
-        name(configured_method("bm25", seed=1).method),
-        name(configured_method("bm25", k1=1.3).method),
-        name(kind(version=2)()),
-        name(kind()()),
-        name(kind(requires=frozenset({"model"}))()),
-        name(kind(requires=frozenset({"model", "checkpoints"}))()),
-        name(kind(requires=frozenset({"runs"}))()),
-    ]
-    assert len(set(names)) == len(names)
-    assert names[0] == name(configured_method("bm25").method)
-
-
 def other(inputs, **changes):
     """The material of an artifact that differs: `fingerprints` of its manifest, or settings of its targets."""
     manifest = inputs.artifact.manifest
@@ -139,10 +119,3 @@ def test_names_of_stored_scores_depend_on_the_inputs_of_the_artifact(name, world
     for what, differs in decides.items():
         assert (identity(method, other(inputs, fingerprints={what: "f" * 32})) != expected) == differs, what
     assert (identity(method, other(inputs, max_length=9)) != expected) == ("tokens" in requires)
-
-
-def test_the_error_of_an_unwritable_cache_says_what_to_do(world, tmp_path):
-    (tmp_path / "file").write_text("")
-    inputs = world.inputs()
-    with pytest.raises(SettingsError, match=r"stored .*copy the artifact"):
-        kind()().scores(inputs, tmp_path / "file")
