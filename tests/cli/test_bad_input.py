@@ -66,9 +66,7 @@ LACKS = "model.norm.weight"
         ({"model.norm.weight": torch.ones(7)}, LACKS),
         ("cut short", "causal LM"),
         ({"num_attention_heads": 0}, ""),
-        ({"model_type": ["a"]}, ""),
         ({"vocab_size": -1}, ""),
-        ({"num_hidden_layers": 10**7}, ""),
         ({"intermediate_size": 10**15}, ""),
         ("[1, 2]", ""),
         ("[" * 100_000, ""),
@@ -100,18 +98,12 @@ def test_a_damaged_checkpoint(build, root, tmp_path, damage, word):
         ("features.tua=1", "features.tua: no such field, got 1 (did you mean tau?)"),
         ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
         ("features.tau=.nan", "features.tau: Input should be a finite number"),
-        ("features=3", "features: expected fields with names"),
-        ("features.summary_positions=tail:0", "features.summary_positions: expected all, tail:N or stride:N"),
         ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
-        ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
         ("targets.names=sciq", "targets.names: expected a list"),
         ("corpus.prompt=Q: {question}", ": or {}"),
         ("features.tau", "--set: got `features.tau`, expected name=value"),
-        ("features.tau={", "--set features.tau: not YAML"),
         ("a=!!python/name:os.kill", "--set a: not YAML: could not determine a constructor"),
         ("model.path=a\nb", "model.path: `a b`: no such file or directory"),
-        ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
-        (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
         (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: not YAML: maximum recursion depth"),
     ],
 )
@@ -125,7 +117,6 @@ def test_a_wrong_setting(build, assignment, word):
         (b"- 1", "got list, expected a mapping of settings"),
         (b"a: [", "not YAML: while parsing a flow node"),
         (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: duplicate key 'a', first in line 1"),
-        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: duplicate key 'z', first in line 2"),
         (b"\xff", "not YAML: "),
         (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
         (None, "no such settings file"),
@@ -174,30 +165,19 @@ def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
 # full disks and kills
 
 
-@pytest.mark.parametrize(
-    ("kilobytes", "changes", "pattern"),
-    [
-        (500, ("residual_width=1024",), r"art: shards/0000([1-9]) .*; \1 of 9 shards are finished"),
-        (300, ("sample_positions=1000000",), r"art/work/\w+/batches: shard-0000(\d) .*; \1 parts are complete"),
-        (60, (), r"art/tokens: shard-0000(\d) .*; \1 parts are complete"),
-    ],
-    ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
-)
-def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, small_disk):
-    assigned = [part for change in changes for part in ("--set", f"features.{change}")]
-    arguments = ["build", "--config", root / "settings.yaml", *assigned, "--out"]
-    out = small_disk(kilobytes) / "art"
+def test_a_disk_that_is_full(root, tmp_path, small_disk):
+    """Fill the disk in the middle of a shard; tests/store has the laws of every kind of store."""
+    arguments = ["build", "--config", root / "settings.yaml", "--set", "features.residual_width=1024", "--out"]
+    out = small_disk(500) / "art"
     message = refused(*arguments, out)
-    match = re.match(f"{out.parent}/{pattern}", message)
+    match = re.match(rf"{out}: shards/0000([1-9]) .*; \1 of 9 shards are finished", message)
     assert match, message
     assert_mentions(message, "no space left", "--resume")
-    if "shards" in pattern:
-        assert f"{match[1]} of 9 shards" in refused("info", out)
+    assert f"{match[1]} of 9 shards" in refused("info", out)
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
-    if changes:
-        succeed(*arguments, tmp_path / "whole")
-    assert_same_arrays(out, tmp_path / "whole" if changes else art)
+    succeed(*arguments, tmp_path / "whole")
+    assert_same_arrays(out, tmp_path / "whole")
 
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers
