@@ -9,28 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.api.predict import prediction_table
 from grasp.artifact.inspection import info
-from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.paper.protocol import CalibrationSettings
-from grasp.paper.terms import CalibrationFamily
-from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.store import remote
-from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.mentions import assert_mentions
 from tests.pipeline.world import write_targets
-
-GEOMETRY = {
-    "name": "with geometry",
-    "match": {"output_layer": 1.0, "pooled": 0.5},
-    "components": {"joint.pair": -0.25, "product.self": 0.1},
-}
-
 
 KERNELS = ("output_layer", "embedding", "knn")
 
@@ -272,38 +258,6 @@ def weighted_change(weight_N: np.ndarray, effect_N: np.ndarray) -> float:
     seen_N = weight_N * (weight_N > 0).sum() / weight_N.sum()
     exposure_N = np.where(seen_N <= 1, seen_N, 1 + 15.4 * (1 - np.exp(-(seen_N - 1) / 15.4)))
     return (exposure_N @ (effect_N + 0.4)) / (weight_N > 0).sum() - 0.4
-
-
-def test_subsets_of_a_file_are_predicted_as_those_of_the_library(art, tmp_path):
-    artifact, out = ArtifactReader.open(art), tmp_path / "out.parquet"
-    labels, index = LabelTable(artifact.rows_path).column("topic"), RowIndex.from_parquet(artifact.rows_path)
-    for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
-
-        def drawn(family=family):
-            return parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
-
-        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn()).read_all()
-        write_subsets(tmp_path / "subsets.parquet", drawn(), index)
-        succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", out)
-        assert pq.read_table(out).equals(expected)
-    many = parse_family("uniform:0.3").draw(100, n_rows=artifact.n_rows, labels=None, seed=5, purpose="drawn")
-    write_subsets(tmp_path / "many.parquet", many, index)
-    assert "... and 70 more lines" in succeed("predict", art, "--subsets", tmp_path / "many.parquet").out
-
-
-def test_components_without_variance_are_ignored_with_a_note(art, tmp_path):
-    artifact, calibration = ArtifactReader.open(art), {"family": "groups:topic", "n_subsets": 2}
-
-    def are_alike(seed: int) -> bool:
-        family = CalibrationFamily.from_calibration(CalibrationSettings(**calibration, seed=seed), artifact)
-        (block,) = family.blocks(artifact.n_rows)
-        return block.weights_BN[[0]].indices.tolist() == block.weights_BN[[1]].indices.tolist()
-
-    alike = next(seed for seed in range(100) if are_alike(seed))
-    write_yaml({**GEOMETRY, "calibration": calibration | {"seed": alike}}, tmp_path / "protocol.yaml")
-    for flags in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
-        outcome = succeed("predict", art, *flags, "--protocol", tmp_path / "protocol.yaml")
-        assert "ignored, no variance: output_layer, pooled, joint.pair, product.self" in outcome.lines
 
 
 def test_by_reports_the_effect_of_every_value(art, tmp_path):
