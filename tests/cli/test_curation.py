@@ -91,28 +91,6 @@ def test_select_prints_few_lines_and_all_of_them_with_notes(art):
     assert any(line.startswith("other budgets") for line in notes)
 
 
-def test_select_respects_floors_caps_and_exclusions(art, tmp_path):
-    names = ArtifactReader.open(art).rows(np.arange(5))["row_id"].to_pylist()
-    (tmp_path / "seen.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*names, "unheard of"]).encode())
-    (tmp_path / "none.txt").write_text("\n")
-    out = tmp_path / "kept.parquet"
-    flags = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
-    limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20", "--notes")
-    outcome = succeed("select", art, *flags, *limits, "--out", out)
-    table = pq.read_table(out)
-    topics = table["topic"].to_pylist()
-    assert topics.count("sky") >= 12
-    assert topics.count("life") <= 3
-    assert not set(table["row_id"].to_pylist()) & set(names)
-    assert all(n >= 20 for n, topic in zip(table["n_tokens"].to_pylist(), topics, strict=True) if topic == "earth")
-    assert_mentions(outcome.lines, f"{tmp_path / 'seen.txt'}: ", "6 names", "5 rows", "1 ")
-    assert_mentions(outcome.lines, "topic = 'earth' AND n_tokens < 20: ")
-    (life,) = [cells(line) for line in outcome.lines if line.startswith("life ")]
-    assert (life[1], *life[-2:]) == (str(topics.count("life")), "-", "3")
-    printed = succeed("select", art, *flags, "--exclude", tmp_path / "none.txt", "--notes").lines
-    assert_mentions(printed, f"{tmp_path / 'none.txt'}: ", "empty")
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_select_exports_selected_and_other_rows_that_build_reads(kind, art, root, tmp_path):
     table, out, gone = tmp_path / "kept.parquet", tmp_path / "kept-v1.2", tmp_path / "gone-v1.2"
@@ -136,32 +114,6 @@ def test_select_exports_selected_and_other_rows_that_build_reads(kind, art, root
     succeed("build", "--config", root / "settings.yaml", "--set", f"corpus.path={out}", "--out", tmp_path / "again")
     rebuilt = ArtifactReader.open(tmp_path / "again")
     assert rebuilt.rows(np.arange(rebuilt.n_rows))["row_id"].to_pylist() == [line["row_id"] for line in lines]
-
-
-def test_select_exports_whole_documents_and_reports_the_added_rows(art, root, tmp_path):
-    flags = ("--budget", "50%tokens", "--target", "facts", "--documents", "any", "--format", "jsonl")
-    files = ("--ids-out", tmp_path / "kept.txt", "--export", tmp_path / "kept", "--left-out", tmp_path / "gone")
-    out = succeed("select", art, *flags, *files, "--out", tmp_path / "kept.parquet").out
-    names = (tmp_path / "kept.txt").read_text().splitlines()
-    rows = {name.split("#")[0] for name in pq.read_table(tmp_path / "kept.parquet")["row_id"].to_pylist()}
-    exported, gone = ((tmp_path / name / "part-00000.jsonl").read_text().splitlines() for name in ("kept", "gone"))
-    assert set(names) == rows == {json.loads(line)["row_id"] for line in exported}
-    originals = (root / "corpus.jsonl").read_text().splitlines()
-    assert sorted(map(str, map(json.loads, [*exported, *gone]))) == sorted(map(str, map(json.loads, originals)))
-    assert f"{tmp_path / 'gone'}: {len(gone)} documents" in out
-    assert re.search(rf"documents \(any\): {len(names)} .*[\d,]+ tokens", out)
-
-
-def test_a_budget_in_tokens_reports_the_unused_tokens(art):
-    out = succeed("select", art, "--target", "facts", "--by", "topic", "--budget", "50%tokens", "--notes").out
-    share = SHARES.search(out)
-    assert share is not None
-    artifact = ArtifactReader.open(art)
-    half = sum(artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_pylist()) // 2
-    is_short = int(share[4].replace(",", "")) < half
-    assert (f"of {half:,} tokens" in out) == is_short
-    assert "optimal" not in out
-    assert "by effect until none fits" in out
 
 
 ODD = ("(no label)", None, "", "*", "a: b", 'it\'s "quoted" $HOME', "L" * 300 + "1", "L" * 300 + "2")
