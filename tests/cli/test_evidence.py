@@ -22,11 +22,11 @@ from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.paper.candidate_predictor import CandidatePredictor
-from grasp.paper.candidates import candidate_of, default_family, load_family
+from grasp.paper.candidates import candidate_of
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.runs.retrained import RetrainedRuns
-from grasp.yaml_files import read_yaml, write_yaml
+from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
 from tests.mentions import assert_mentions
 from tests.resigned import resign
@@ -171,22 +171,6 @@ def test_runs_like_an_artifact_can_be_compared_with_it(art, root, tmp_path, apar
     succeed(*like, *changes)
     assert "1 subsets x 1 seeds" in succeed(*like, *changes).out
     assert "undefined: mean_lds" in succeed("evaluate", art, "--runs", env).out
-
-
-def test_flags_change_the_settings_and_lengths_are_those_of_the_recipe(settings, tmp_path):
-    data = read_yaml(settings)
-    del data["corpus"]["max_length"]
-    write_yaml(data, tmp_path / "settings.yaml")
-    out = tmp_path / "env"
-    succeed(
-        *("retrain", "--config", tmp_path / "settings.yaml", "--family", "uniform:0.5", "-B", 1, "--seeds", 1),
-        *("--role", "held-out", "--out", out, "--set", "family_seed=3"),
-    )
-    run = read_yaml(out / "run.yaml")
-    assert run["corpus"]["max_length"] == run["targets"]["max_length"] == 64
-    info = RetrainedRuns.open(out).info
-    assert (info.role, info.seeds, info.family.spec, info.family.seed) == ("held-out", (0,), "uniform:0.5", 3)
-    assert succeed("retrain", "--out", out, "--resume", "--seeds", 2).lines[0].count("1 subsets x 2 seeds")
 
 
 @pytest.mark.slow  # a kill of a build is in tests/pipeline
@@ -396,18 +380,3 @@ def test_calibrate_refuses_a_single_result_and_held_out_runs(art, env, own_env, 
     set_info(two, role="held-out")
     assert_mentions(refused(*command, "--runs", two), "selection", "held-out")
     assert not (tmp_path / "p.yaml").exists()
-
-
-def test_the_protocol_family_can_be_listed_edited_and_passed(art, env, tmp_path):
-    listing = tmp_path / "family.yaml"
-    (line,) = succeed("calibrate", "--list", listing).lines
-    assert_mentions(line, f"{listing}: ", "--family")
-    assert load_family(listing) == default_family()
-    assert "# " in listing.read_text()
-    assert re.search(f"{listing}.*already", refused("calibrate", "--list", listing))
-    useless = refused("calibrate", art, "--runs", env, "--list", tmp_path / "other.yaml")
-    assert_mentions(useless, "ART, --runs", "--list")
-    assert "ART, --runs, --out" in refused("calibrate")
-    listing.write_text(listing.read_text().replace("weightings", "weighings"))
-    wrong = refused("calibrate", art, "--runs", env, "--family", listing, "--out", tmp_path / "p.yaml")
-    assert "weighings" in wrong
