@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.curation.choices import SelectionRequest, best_rows, in_whole_rows, sampled
+from experiments.curation.choices import in_whole_rows
 from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
 from experiments.curation.setting import HELD_OUT, Settings, choice_id
 from experiments.curation.table import estimate
 from grasp.pipeline.pipeline import build_artifact
-from grasp.predict.predictor import UnitSelection
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings
 from grasp.training.llama import LlamaShape
@@ -112,29 +111,6 @@ def test_every_selection_matches_the_budget_without_duplicates(experiment):
         assert len(set(rows[selection.subset_id])) == selection.rows
 
 
-def test_the_additive_selection_has_the_greatest_relevance(experiment):
-    world, (selection,) = (
-        experiment.world,
-        [
-            candidate
-            for candidate in experiment.chosen["llama"]
-            if candidate.asked == SelectionRequest("additive", "all", 0.2)
-        ],
-    )
-    artifact = world.artifact
-    value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
-    kernels = world.protocol.resolved_for(artifact).match
-    for kernel in kernels:
-        relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
-            float
-        )
-        as_counted_NE = np.where(relevance_NE < 0, world.protocol.negative * relevance_NE, relevance_NE)
-        mean_NT = units.mean_per_task(as_counted_NE[:, units.columns_E])
-        value_N += (mean_NT / mean_NT.std(axis=0)).sum(axis=1)
-    expected = np.array(world.row_ids.to_pylist())[best_rows(value_N, world.pool_N, 10)]
-    assert set(subsets(world)[selection.subset_id]) == set(expected)
-
-
 def test_the_table_equals_the_stored_runs(experiment):
     world, environment = experiment.world, RetrainedRuns.open(experiment.work / "llama")
     known = environment.utilities()
@@ -193,15 +169,6 @@ def test_integer_counts_keep_the_sum_and_the_available_rows(pairs):
     assert actual.sum() == round(wanted_G.sum())
     assert (actual <= held_G).all()
     assert (np.abs(actual - wanted_G) <= 1 + 1e-6).all()
-
-
-def test_sampled_rows_have_their_label_values_and_are_in_the_pool():
-    codes_N = np.arange(30, dtype=np.int32) % 3
-    pool_N = np.arange(30) >= 6
-    rows = sampled(codes_N, pool_N, np.array([4, 0, 2]), ("facts", "6"))
-    assert sorted(codes_N[rows]) == [0, 0, 0, 0, 2, 2]
-    assert len(set(rows)) == 6
-    assert pool_N[rows].all()
 
 
 def test_intervals_over_seeds_and_units_cover_the_mean():
