@@ -14,14 +14,9 @@ from experiments.finetune.with_runs import predict_runs, rho
 from experiments.worlds.evaluate import Method
 from experiments.worlds.setting import ENVIRONMENTS, NAMES
 from experiments.worlds.training import (
-    Recipe,
     at_loss,
-    load_model,
     packed,
     padded,
-    prepare_adapter,
-    train,
-    with_adapter,
 )
 from grasp.artifact.label_table import LabelColumn
 from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
@@ -60,37 +55,6 @@ def test_packed_rows_have_the_states_of_padded_rows():
     padded_states, packed_states = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
     assert packed_states[1].tolist() == padded_states[1].tolist() == [7, 8, 2, 3, 4, 4]
     assert torch.allclose(packed_states[0], padded_states[0], atol=1e-6)
-
-
-def test_a_run_has_the_steps_and_learning_rates_of_its_recipe():
-    config = tiny_llama()
-    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
-    moved = []
-    for rate in (1e-4, 4e-4):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        before = model.lm_head.weight.detach().clone()
-        losses = train(model, rows, np.ones(6, np.int64), range(6), Recipe("short", "", 3, 2, rate, bfloat16=False))
-        moved.append(float((model.lm_head.weight - before).detach().norm()))
-    assert len(losses) == 3
-    assert moved[1] == pytest.approx(4 * moved[0], rel=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_training_an_adapter_does_not_change_the_model(tmp_path):
-    config = tiny_llama()
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    prepare_adapter(tmp_path / "adapter", tmp_path / "model", rank=2)
-    model = with_adapter(load_model(tmp_path / "model"), tmp_path / "adapter")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
-    ids_1L = torch.tensor(rows[0])[None]
-    assert torch.allclose(load_model(tmp_path / "model")(ids_1L).logits, model(ids_1L).logits)
-    train(model, rows, np.ones(6, np.int64), range(6), Recipe("lora", "", 3, 2, 1e-3, bfloat16=False, lora_rank=2))
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved
-    assert all("lora_" in name for name in moved)
-    assert len(moved) == 2 * 7  # both matrices of each linear layer of the body, none of the head
 
 
 def test_the_prediction_of_a_run_does_not_use_that_run():
