@@ -136,12 +136,6 @@ def test_a_realized_utility_equals_a_step_of_the_model(model, game):
     np.testing.assert_allclose(result[1], 0.0, atol=1e-6)
 
 
-def test_many_subsets_at_once_equal_single_ones(model, game):
-    masks = np.random.default_rng(0).random((37, 5)) < 0.5
-    utility = step_utility(model, game, 0.05)
-    np.testing.assert_allclose(utility(masks), np.concatenate([utility(mask[None]) for mask in masks]), atol=3e-6)
-
-
 def test_the_second_order_is_closer_to_the_realized_utility(model, game):
     gradients, players, linear_PE = game
     curvature_PPE = gradients.curvature(players, units())
