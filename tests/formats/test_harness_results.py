@@ -80,17 +80,6 @@ def test_the_newest_of_two_values_is_used_and_both_are_named(tmp_path, folders):
     assert read(tmp_path, metrics=["sciq/f1"]).notes == ()
 
 
-def test_equal_values_and_results_without_a_date(tmp_path):
-    place_all(tmp_path, harness(sciq={"acc,none": 0.25}), "x/results.json")
-    place_all(tmp_path, harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}), "y/results.json")
-    assert read(tmp_path).notes == ()
-    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
-    with pytest.raises(RunsError, match=r"'b': sciq .*0\.25 and 0\.5 "):
-        read(tmp_path)
-    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
-    assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
-
-
 CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
 
 
@@ -123,13 +112,6 @@ def test_unknown_conditions_are_compatible_with_any(tmp_path, unknown):
     place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
     with pytest.raises(RunsError, match=r"'b' and 'c' .*1\.0 and 2\.0"):
         read(tmp_path)
-
-
-def test_versions_as_number_and_text_are_equal_and_null_fields_are_unknown(tmp_path):
-    fields = [{"versions": {"sciq": 1}}, {"versions": {"sciq": "1"}}, {"versions": {"sciq": "1.0"}, "n-shot": None}]
-    for run, named in zip(RUNS, fields, strict=True):
-        place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | named | {"n-samples": {"sciq": None}})
-    assert len(read(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
