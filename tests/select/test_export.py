@@ -198,19 +198,6 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
     ]
 
 
-def test_datasets_loads_exported_records_unchanged(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    for kind in ("parquet", "jsonl"):
-        lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
-        loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
-        assert loaded.to_list() == lines
-    with rows_and_corpus(artifact) as (rows, corpus):
-        tables = row_tables(artifact, rows, corpus, np.array([1, 3]), np.zeros(2), Numbers)
-        write_corpus(tmp_path / "saved", FileFormat("datasets"), "rows", tables, 0, {})
-    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
-
-
 @pytest.mark.parametrize("rule", ["any", "half", "all"])
 @pytest.mark.parametrize("named", [True, False])
 def test_documents_are_kept_by_the_share_of_their_tokens(rule, named, tmp_path):
