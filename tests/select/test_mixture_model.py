@@ -260,21 +260,6 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
         assert f"no value is seen more than {most:g} times" in str(once)
 
 
-def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs():
-    few = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.full(3, 1.2), 5), noise=0.01)
-    for bounds in ({}, {"cap": "60%", "floor": "1%"}):
-        proposed = grasp.propose_runs(few, "sciq/loss", **bounds)
-        predicted = grasp.predict_runs(few, proposed.to_arrow().drop_columns("gain"), "sciq/loss")
-        assert predicted.to_arrow()["expected"].null_count == 0
-        assert "too far" not in str(proposed) + str(predicted)
-        assert "5 runs for 3 values of topic are too few for useful intervals; import 6 or more" in str(proposed)
-    beyond = grasp.propose_runs(few, "sciq/loss", floor="games:99%")
-    assert "exploratory, no prediction, too far outside the range of the runs: next-1 (games 99%" in str(beyond)
-    predicted = grasp.predict_runs(few, beyond.to_arrow().drop_columns("gain"), "sciq/loss")
-    assert predicted.to_arrow()["expected"].null_count == len(predicted.to_arrow())
-    assert "no nearer run would allow a prediction of next-1: train it" in str(predicted)
-
-
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
