@@ -6,7 +6,6 @@ import json
 import re
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from grasp.api.score import score
@@ -88,17 +87,6 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     assert f"{trained / got.n_tokens:.2g} epochs in" in got.headline
     half, repeats = (selected(source, chosen, "50%", train_tokens=t).value for t in (None, int(trained)))
     assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
-
-
-def test_a_budget_of_whole_documents_has_the_highest_value_of_all():
-    """Every number of documents tried."""
-    source, chosen = World(n_rows=300), protocol()
-    source.tokens = np.full(300, 20)
-    got = selected(source, chosen, None, train_tokens="3000", documents="all")
-    assert got.params["items"] == "documents"
-    values = [selected(source, chosen, f"{n}documents", train_tokens="3000").value for n in range(1, 151)]
-    assert len(got) == 2 * (int(np.argmax(values)) + 1)
-    assert got.value == pytest.approx(max(values))
 
 
 def test_a_budget_is_proposed_within_floors_and_caps():
@@ -285,22 +273,6 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("in part" in note for note in got.notes)
     assert got.curve.rows[-1] == 38
-
-
-def test_omitted_rows_are_reported_worst_first(tmp_path):
-    source = World()
-    got = selected(source, protocol(), "25%")
-    left = [i for i in range(40) if f"r{i}" not in got.row_ids]
-    assert any(note.startswith("not selected: 30 of 40 rows (75.0 %), mean effect -") for note in got.notes)
-    of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
-    (cut,) = [note for note in got.notes if "in part" in note]
-    assert f"{of.count(1)} of 20 documents are selected in part" in cut
-    for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
-        assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
-    assert got.write_left_out(tmp_path / "gone.parquet") == 30
-    table = pq.read_table(tmp_path / "gone.parquet")
-    assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
-    assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
 
 
 @pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])
