@@ -9,18 +9,6 @@ from grasp.methods.registry import configure_methods, load_method
 from tests.baselines.world import METHODS, configured_method
 
 
-def test_a_name_selects_a_method_with_its_defaults():
-    first, second = configure_methods(["bm25", "loss"])
-    assert (first.label, first.method.name, first.method.settings.k1, first.oracle_selected) == (
-        "bm25",
-        "bm25",
-        1.2,
-        False,
-    )
-    assert second.label == "loss"
-    assert configure_methods(["grasp"]) == ()
-
-
 def test_a_file_configures_methods_and_gives_them_labels():
     file = {
         "bm25": {"k1": 0.9},
