@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grasp.errors import RunsError, SettingsError, SubsetError
 from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
@@ -59,15 +58,3 @@ def test_shares_of_a_label_can_be_features(world, tmp_path):
     result = run(inputs, tmp_path, sees="topic", penalty="ridge")
     assert spearman(result.values_BE, values).min() > 0.9
     assert result.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
-
-
-def test_subsets_without_features_are_refused(world, tmp_path):
-    inputs, _ = planted(world, few_rows)
-    (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
-    strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(RunsError, match=r"2 subsets .*'mine'"):
-        method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
-    with pytest.raises(SettingsError, match=r"--runs"):
-        method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
-    with pytest.raises(SubsetError, match="nonsense"):
-        run(inputs, tmp_path, sees="nonsense")
