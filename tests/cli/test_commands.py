@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.artifact.inspection import info
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.predictor import Predictor
@@ -165,21 +164,6 @@ def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_p
     effect_N = effects(out, columns=slice(6, None), target="more")
     assert float(best["effect"]) == pytest.approx(effect_N.max(), rel=1e-3)
     assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
-
-
-def test_info_prints_the_manifest(art):
-    artifact, text = ArtifactReader.open(art), succeed("info", art)
-    assert text.lines[0].startswith(f"{art}: format 2, {artifact.n_rows} rows, ")
-    assert "targets: facts (6 units)" in text.out
-    printed = {line["array"]: line for line in table(text.out, "arrays")}
-    assert set(printed) == set(artifact.array_names)
-    assert printed["relevance_output_layer"]["shape"] == f"{artifact.n_rows} x 6"
-    assert artifact.manifest.fingerprints["corpus"] in text.out
-    assert repr(info(art)) == text.out.rstrip("\n")  # a notebook shows the same
-    data = json.loads(succeed("info", art, "--json").out)
-    assert data["settings"] == artifact.manifest.settings
-    assert data["targets"] == {"facts": 6}
-    assert data["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
 
 
 # score
