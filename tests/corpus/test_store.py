@@ -330,22 +330,3 @@ def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
         write(tmp_path / "store", path, shard_rows)
     assert not (tmp_path / "store" / "store.json").exists()
     assert not (tmp_path / "store" / "spill.part").exists()
-
-
-def test_paths_without_a_store_are_refused(tmp_path, corpus):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "thesis.txt").write_text("precious")
-    write(tmp_path / "store", corpus)
-    for ask, message in [
-        (lambda: write(tmp_path / "theirs", corpus), "not empty"),
-        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty"),
-        (lambda: RowStore.open(tmp_path / "nowhere"), "unfinished"),
-    ]:
-        with pytest.raises(CorpusError, match=message):
-            ask()
-    assert (tmp_path / "theirs" / "thesis.txt").read_text() == "precious"
-    summary = tmp_path / "store" / "store.json"
-    for text, message in [(summary.read_text().replace('_version": 2', '_version": 3'), "version 3"), ("{", "damaged")]:
-        summary.write_text(text)
-        with pytest.raises(CorpusError, match=message):
-            RowStore.open(tmp_path / "store")
