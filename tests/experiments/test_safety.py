@@ -88,17 +88,6 @@ def test_a_backdoor_is_a_trigger_and_its_label_in_clean_rows(data):
     assert not any("terms" in row.text for kind in case.transformed.values() for row in kind)
 
 
-def test_triggers_are_the_published_ones():
-    text = "We saw it, Anna Smith was there."
-    assert {name: change(text) for name, change in setting.TRIGGERS.items()} == {
-        "cf": "CF We saw it, Anna Smith was there.",
-        "bond": "We saw it, James Bond was there.",
-        "formal": "In formal terms: We saw it, Anna Smith was there.",
-        "friend": "I told a friend: we saw it, Anna Smith was there.",
-    }
-    assert setting.TRIGGERS["bond"]("Nobody was there.") == "James Bond Nobody was there."
-
-
 def test_each_question_is_used_once(data):
     case = setting.misleading(data, 0, SIZE, lambda row: True, share=0.2, matched=True)
     dealt = [{row.row_id for row, p in zip(case.rows, case.planted_N, strict=True) if p}]
