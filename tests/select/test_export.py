@@ -150,19 +150,6 @@ def test_exactly_the_chosen_rows_are_written(kind, named, expected, tmp_path, mo
         assert entry_of(tmp_path / "kept" / name).model_dump() == entry
 
 
-def test_rows_that_are_kept_need_no_tokenizer(tmp_path):
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-
-    def refuse():
-        raise AssertionError("a tokenizer was loaded")
-
-    corpus, index = opened(artifact), np.arange(artifact.n_rows)
-    with stored_rows(artifact, corpus, refuse, tmp_path / "aside") as rows:
-        tables = list(row_tables(artifact, rows, corpus, index, np.zeros(len(index)), refuse))
-    assert sum(table.num_rows for table in tables) == artifact.n_rows
-    assert not (tmp_path / "aside").exists()
-
-
 def test_an_exported_corpus_gives_the_same_rows_again(tmp_path):
     """Tokens are used as they are, so training reads what was chosen."""
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
