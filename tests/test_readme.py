@@ -101,6 +101,7 @@ def test_the_tutorial_from_the_first_command_to_the_report(place):
     assert all(topic in (place / "report.html").read_text(encoding="utf-8") for topic in TOPICS)
 
 
+@pytest.mark.slow  # it trains and differentiates; replays have tests in tests/pipeline
 def test_the_page_on_replays(place):
     page = "docs/howto/replay.md"
     (place / "sft.yaml").write_text(blocks("yaml", page)[0])
