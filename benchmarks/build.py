@@ -45,7 +45,7 @@ from grasp.models.residuals import LOGIT_ELEMENTS, hidden_gradient
 from grasp.models.tokenizer import train_tokenizer
 from grasp.pipeline.model_pass import ModelPass, compute_moments, row_examples
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens
 
@@ -124,7 +124,7 @@ def settings_of(root: Path, corpus: Path, length: int, kernels: str, threads: in
 PASSES = ("moments", "rows scored")  # stages in which rows pass the model, and are scored
 
 
-class Clock(Silent):
+class Clock(Progress):
     """Seconds of each stage of a build."""
 
     def __init__(self) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-import grasp
+from grasp.distil.apply import apply
+from grasp.distil.scorer import Scorer
 
 DOCUMENTS = 40_000
 
@@ -29,7 +30,7 @@ def main() -> None:
     whole = " ".join(pq.read_table(args.corpus, columns=["text"])["text"].to_pylist())
     pieces = [whole[i : i + args.bytes] for i in range(0, len(whole), args.bytes)]
     texts = (pieces * (1 + DOCUMENTS // len(pieces)))[:DOCUMENTS]
-    scorer = grasp.Scorer.open(args.scorer)
+    scorer = Scorer.open(args.scorer)
     array = pa.array(texts, pa.large_string())
     size = sum(len(text.encode()) for text in texts) / DOCUMENTS
     print(f"{DOCUMENTS:,} documents of {size:,.0f} bytes")
@@ -41,7 +42,7 @@ def main() -> None:
         path = Path(place) / "corpus.parquet"
         pq.write_table(pa.table({"doc_id": [str(i) for i in range(DOCUMENTS)], "text": array}), path)
         before = time.process_time()
-        grasp.apply(scorer, str(path), Path(place) / "out")
+        apply(scorer, str(path), Path(place) / "out")
         print(f"apply: {DOCUMENTS / (time.process_time() - before):,.0f} a CPU second")
 
 

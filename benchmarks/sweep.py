@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from scipy.sparse import csr_array
 
-from grasp.predict import sweep_torch
 from grasp.predict.weights import PackedMasks, RowSums, Weights
 
 STREAM_BYTES = 512 << 20
@@ -61,11 +60,15 @@ def ways(values_NC: np.ndarray) -> dict[str, Callable[[csr_array], Any]]:
         )
         return weights @ whole
 
+    def embedding_bag(block: csr_array) -> torch.Tensor:
+        rows, starts = torch.from_numpy(block.indices), torch.from_numpy(block.indptr)
+        return torch.nn.functional.embedding_bag(rows, whole, starts, mode="sum", include_last_offset=True)
+
     return {
         "numpy loop": lambda block: numpy_loop(values_NC, block),
         "scipy csr @ dense": lambda block: block.astype(np.float32) @ values_NC,
         "torch sparse csr": torch_csr,
-        "torch embedding_bag": lambda block: sweep_torch.sums(values_NC, block),
+        "torch embedding_bag": embedding_bag,
     }
 
 

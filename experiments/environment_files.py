@@ -7,7 +7,8 @@ import argparse
 from pathlib import Path
 
 from grasp.files import write_atomically
-from grasp.runs.retrained import INFO, REFERENCE, SUBSETS, UTILITIES, RetrainedRuns
+from grasp.runs.retrained import REFERENCE, RetrainedRuns
+from grasp.runs.training_runs import INFO, SUBSETS, UTILITIES
 
 MAX_SUBSETS_BYTES = 1_000_000  # of a committed copy; a larger table is regenerated from its family instead
 

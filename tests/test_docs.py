@@ -10,8 +10,7 @@ import typer
 from grasp.artifact import manifest
 from grasp.cli import app
 from grasp.distil import scorer
-from grasp.runs import retrained
-from grasp.runs.table import RunsInfo
+from grasp.runs import training_runs
 from grasp.select.objective import SUMMARY_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -26,8 +25,7 @@ def test_format_versions_are_those_of_the_code():
     }
     assert table == {
         "artifact": manifest.FORMAT_VERSION,
-        "retrained runs": retrained.FORMAT_VERSION,
-        "imported runs": RunsInfo.model_fields["format_version"].default,
+        "retrained runs, imported runs": training_runs.FORMAT_VERSION,
         "scorer": scorer.FORMAT_VERSION,
         "selection, mixture": SUMMARY_VERSION,
     }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import grasp
-from grasp.entry_points import find, load, load_class, names
+from grasp.entry_points import entries, load
 from grasp.errors import MissingExtraError, ProtocolError, SettingsError
 from grasp.kernels.kernel import Kernel, kernel_class
 from grasp.pipeline.pipeline import build_artifact
@@ -112,13 +112,13 @@ def test_without_the_package_its_names_are_unknown(tmp_path):
     with pytest.raises(ValueError, match="expected one of default, forward, paper, got 'twice'"):
         FeatureSettings(rule="twice")
     with pytest.raises(SettingsError, match="did you mean knn"):
-        find("grasp.kernels", "kn")
-    assert "paper" in names("grasp.protocols")
+        load("grasp.kernels", "kn")
+    assert "paper" in entries("grasp.protocols")
 
 
 def test_what_cannot_be_loaded_is_named(install):
     install("strange", SOURCE, "[grasp.kernels]\nlosses = strange:replace\nnone = strange:Gone\n")
     with pytest.raises(SettingsError, match=r"kernel losses: strange:replace of package strange: got .*Kernel"):
-        load_class("grasp.kernels", "losses", Kernel)
+        load("grasp.kernels", "losses", Kernel)
     with pytest.raises(MissingExtraError, match="kernel none: strange:Gone of package strange cannot be imported"):
         load("grasp.kernels", "none")

@@ -8,7 +8,7 @@ import pytest
 
 from grasp import progress_display as progress
 from grasp.cli.console import show
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
 from grasp.text import MAX_CELL_CHARS
@@ -98,7 +98,7 @@ def long_work(*, progress=None):
 
 
 def test_a_notebook_has_one_line_per_stage_that_changes_in_place_and_none_elsewhere(cell, monkeypatch):
-    assert long_work(progress=Silent()).__class__ is Silent
+    assert long_work(progress=Progress()).__class__ is Progress
     assert not cell.shown
     watch = long_work()
     assert isinstance(watch, progress.NotebookWatch)

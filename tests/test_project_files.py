@@ -4,9 +4,11 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import yaml
 
 import grasp
+from grasp.store.checksummed_parquet import CHECKSUM_KEY
 from tests.conftest import FIRST_PATHS, SECOND_PATHS
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +27,14 @@ def test_all_files_have_one_version():
     assert released[0] == (grasp.__version__, citation["date-released"])
     assert citation["version"] == grasp.__version__
     assert "version" not in re.findall(r'^(\w+) = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def test_stored_tables_of_runs_are_verified_when_they_are_read():
+    """A table without the present checksum is read as one of another program."""
+    tables = [path for place in ("src/grasp", "experiments") for path in (ROOT / place).rglob("*.parquet")]
+    assert len(tables) > 500
+    for path in tables:
+        assert CHECKSUM_KEY in pq.read_metadata(path).metadata, path
 
 
 def test_every_named_make_target_exists():

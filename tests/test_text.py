@@ -14,7 +14,7 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, unique_names
+from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, skipped_lines, unique_names
 from tests.report.world import write_artifact
 
 
@@ -31,6 +31,12 @@ def test_names_that_could_be_meant():
     assert did_you_mean("TOPIK", known) == " (did you mean 'topic'?)"
     assert did_you_mean("topic", ("a.topic", "b.topic")) == " (did you mean 'a.topic' or 'b.topic'?)"
     assert did_you_mean("year", known) == ""
+
+
+def test_truncated_documents_are_counted_of_all_and_not_called_skipped():
+    lines = skipped_lines({"empty": 1, "cut_begin": 132}, {"empty": ["a.jsonl:3"]}, "skipped", 280)
+    truncated = "truncated: 132 of 280 conversations or prompts lose their beginning, to fit a row"
+    assert lines == ["skipped: 1 empty documents: a.jsonl:3", truncated]
 
 
 @given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))

@@ -35,11 +35,11 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 
-import grasp
 from benchmarks.faults.bench import LONGEST, WRITERS, Bench, Child, Constraints, FaultError, arrays_of, go_on, same
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
+from grasp.distil.apply import apply
 from grasp.distil.scorer import Scorer
 from grasp.errors import ArtifactError, GraspError
 from grasp.pipeline.pipeline import build_artifact
@@ -177,7 +177,7 @@ def damaged(bench: Bench, harm: Callable[[bytearray], bytearray]) -> None:
     name = bench.draw.choice(sorted(manifest.files | manifest.rows_kept))
     data = bytearray((path / name).read_bytes())
     (path / name).write_bytes(harm(data))
-    named = [problem.file for problem in verify(path).problems]
+    named = list(verify(path).problems)
     if named != [name]:
         raise FaultError(f"{name} was harmed, verify named {named}")
 
@@ -227,7 +227,7 @@ def read_scorer(bench: Bench, path: Path) -> dict[str, bytes]:
 
 def read_scores(bench: Bench, path: Path) -> dict[str, bytes]:
     """What going on makes of it."""
-    applied = grasp.apply(bench.whole("distil"), str(bench.root / "many.jsonl"), path)
+    applied = apply(bench.whole("distil"), str(bench.root / "many.jsonl"), path)
     return {"table": str(applied.to_arrow().to_pylist()).encode(), "documents": str(applied.documents).encode()}
 
 

@@ -29,6 +29,7 @@ from benchmarks.faults.bench import Bench, FaultError, contents
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.manifest import MANIFEST
 from grasp.artifact.reader import ArtifactReader
+from grasp.distil.apply import apply
 from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
@@ -152,7 +153,7 @@ def hostile_scorer(bench: Bench) -> None:
     signed_again(path / CARD, raw)
     out = bench.fresh("scored")
     before = times(bench.root)
-    for look in (Scorer.open, lambda place: grasp.apply(place, str(bench.root / "many.jsonl"), out)):
+    for look in (Scorer.open, lambda place: apply(place, str(bench.root / "many.jsonl"), out)):
         try:
             look(path)
         except ArtifactError as err:

@@ -20,10 +20,11 @@ from traceback import format_exc
 
 import numpy as np
 
-import grasp
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.cli import SYSTEM_ERRORS
+from grasp.distil.apply import apply
+from grasp.distil.distil import distil
 from grasp.errors import GraspError
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
@@ -105,11 +106,11 @@ def _train_command(root: Path, out: Path) -> None:
 
 
 def _distil(root: Path, out: Path) -> None:
-    grasp.open(root / "whole-build").distil("facts", out)
+    distil(ArtifactReader.open(root / "whole-build"), "facts", out)
 
 
 def _apply(root: Path, out: Path) -> None:
-    grasp.apply(root / "whole-distil", str(root / "many.jsonl"), out, keep="30%")
+    apply(root / "whole-distil", str(root / "many.jsonl"), out, keep="30%")
 
 
 def _merge(root: Path, out: Path) -> None:
@@ -295,7 +296,7 @@ def same(bench: Bench, verb: str, path: Path) -> None:
         if arrays_of(path) != arrays_of(whole):
             raise FaultError(f"the arrays are not those of the undisturbed {verb}")
         if problems := verify(path).problems:
-            raise FaultError(f"verify names {problems[0]}")
+            raise FaultError(f"verify names {next(iter(problems))}")
     elif verb in ("retrain", "train-command"):
         ours, theirs = RetrainedRuns.open(path), RetrainedRuns.open(whole)
         if not np.array_equal(ours.utilities().values_BSE, theirs.utilities().values_BSE):

@@ -27,7 +27,7 @@ from grasp.files import write_atomically
 from grasp.methods.registry import MethodRows, configure_methods, score_artifact
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import Unit, load_units
@@ -101,7 +101,7 @@ def gram_overlap(texts: Sequence[str], units: Sequence[Unit], *, whole: bool = F
 def unit_scores(rows: ArtifactReader | MethodRows, array: str, target: str) -> tuple[F64, F64]:
     """Mean and largest of a row's standardised scores for the units of a target, (N,) each."""
     mean_N, largest_N = np.empty(rows.n_rows), np.empty(rows.n_rows)
-    for start, score_NE in standardised_blocks(rows, array, target, Silent()):
+    for start, score_NE in standardised_blocks(rows, array, target, Progress()):
         block = slice(start, start + len(score_NE))
         mean_N[block], largest_N[block] = score_NE.mean(axis=1), score_NE.max(axis=1)
     return mean_N, largest_N

@@ -39,7 +39,8 @@ from grasp.files import write_atomically
 from grasp.pipeline.pipeline import build_artifact
 from grasp.retraining.plan import fitted_lengths, resolved_recipe
 from grasp.retraining.worker import RetrainStatus, retrain
-from grasp.runs.retrained import INFO, RetrainedRuns
+from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.training_runs import INFO
 from grasp.settings import RetrainSettings, build_settings
 
 

@@ -23,7 +23,7 @@ from experiments.worlds.evaluate import Method, Predictions, compare, noise
 from experiments.worlds.run import FOLDER
 from experiments.worlds.setting import NAMES
 from grasp.arrays import F64
-from grasp.baselines.oracles import OracleFeatures, ridge_oracle
+from grasp.baselines.oracles import OracleFeatures, oracle
 from grasp.errors import GraspError
 from grasp.files import write_atomically
 from grasp.kernels.hidden_linear import RIDGE
@@ -81,7 +81,7 @@ def ridge_on_runs(world: World) -> Predictions:
     """
     subset_ids = tuple(world.utilities.subset_ids)
     rows = OracleFeatures("rows", subset_ids, world.share_BN)
-    prediction = ridge_oracle(rows, world.utilities, folds=len(subset_ids))
+    prediction = oracle("ridge", rows, world.utilities, folds=len(subset_ids))
     return Predictions(prediction.values_BE, np.stack([prediction.task_B[name] for name in prediction.targets], axis=1))
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.sums import EachGradient, Matrices, map_blocks, total_norm
+from grasp.baselines.gradients.whole import UnitGradients
+from grasp.baselines.replay import Matrices, total_norm
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
@@ -63,9 +64,7 @@ class Gradients:
 
     def compute(self, examples: Sequence[Example]) -> list[torch.Tensor]:
         """Gradients of mean losses, (P, X, Y) a block."""
-        each = EachGradient(self.engine, len(examples))
-        run_over(self.engine, examples, [each])
-        return each.matrices
+        return UnitGradients.collect(self.engine, examples).matrices
 
     def products(self, players: Matrices, units: Sequence[Example]) -> F64:
         """<g_i, g_e> at the weights that the model has now, (P, E)."""
@@ -90,7 +89,7 @@ class Gradients:
         return np.asarray((pair_PPE + pair_PPE.transpose(1, 0, 2)) / 2.0)
 
     def _move(self, direction: Matrices, length: float) -> None:
-        self._parameters.write(map_blocks(lambda weight, d: weight + length * d, self._weights, direction))
+        self._parameters.write([weight + length * d for weight, d in zip(self._weights, direction, strict=True)])
 
     def named(self, matrices: Matrices) -> dict[str, torch.Tensor]:
         """One gradient in the shapes and under the names of the parameters."""

@@ -12,8 +12,11 @@ import numpy as np
 from grasp.arrays import F64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
-from grasp.predict.predictor import KernelRelevance, UnitSelection
+from grasp.predict.predictor import UnitSelection, task_kernels
+from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices
+
+MEAN = ScoringProtocol(name="mean")  # negative relevance counts as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def label_trends(
     candidates = models, [path.name for path in paths], [str(path) for path in paths], numbered
     names = next(candidate for candidate in candidates if len(set(candidate)) == len(candidate))
     relevance = [
-        KernelRelevance.for_tasks(artifact, kernel, UnitSelection.from_targets(artifact, targets), 1.0, 1.0).relevance
+        task_kernels(artifact, MEAN, UnitSelection.from_targets(artifact, targets), {kernel: 1.0})[kernel].relevance
         for artifact in artifacts
     ]
     trends = []

@@ -40,7 +40,7 @@ from grasp.files import write_atomically
 from grasp.models.tokenizer import HfTokenizer
 from grasp.retraining.plan import row_names
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo
+from grasp.runs.training_runs import Run, RunsInfo, TargetInfo
 from grasp.runs.utility_tables import encode_utilities
 from grasp.targets import Unit, UnitSet, UnitTokens, load_units
 from grasp.targets.units import LossOn
@@ -68,7 +68,7 @@ def open_world(name: Name, model: LlamaForCausalLM, tokenizer: HfTokenizer, work
     corpus = open_corpus(name, work, tokenizer)
     units = list(load_units(target_settings(name, work)).units)
     block = draw_subsets(corpus.label, kind.subsets, kind.subset_rows, nested=kind.nested)
-    info = RetrainedRunsInfo(
+    info = RunsInfo(
         role=kind.role,
         recipe=kind.recipe.name,
         recipe_settings=kind.recipe.settings(),

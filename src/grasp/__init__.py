@@ -2,7 +2,11 @@
 
     art = grasp.build("ckpt", "corpus.parquet", ["sciq"], out="art")
     art.predict(drop="topic = 'Games'")
+    grasp.add_targets("art", "exam.jsonl"), grasp.add_replay("art", recipe="sft.yaml")
+    art.score("sciq"), art.select("20%", "sciq").export("kept")
+    grasp.evaluate(art, grasp.open_runs("env"))
 
+Results have `.to_pandas()`, `.to_arrow()` and `.write(path)`, and print as tables. Rows are identified by row_id.
 `grasp.build` and `grasp.open` return an `Artifact`; `help(grasp.Artifact)` lists its methods.
 """
 
@@ -12,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api.artifact import Artifact
+    from grasp.api.artifact import Artifact, build, merge
+    from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
-    from grasp.api.makers import build, merge
-    from grasp.api.makers import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.retrain import retrain
-    from grasp.distil.apply import apply
-    from grasp.distil.scorer import Scorer
-    from grasp.pipeline.build import add_replay, add_targets
+    from grasp.pipeline.add_targets import add_targets
+    from grasp.pipeline.build import add_replay
     from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
@@ -34,35 +36,31 @@ _HOMES = {
     "Artifact": "grasp.api.artifact",
     "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
-    "Scorer": "grasp.distil.scorer",
-    "add_replay": "grasp.api.makers",
-    "add_targets": "grasp.api.makers",
-    "apply": "grasp.distil.apply",
-    "build": "grasp.api.makers",
+    "add_replay": "grasp.pipeline.build",
+    "add_targets": "grasp.pipeline.add_targets",
+    "build": "grasp.pipeline.build",
     "evaluate": "grasp.api.evaluate",
     "import_runs": "grasp.runs.import_runs",
-    "merge": "grasp.api.makers",
+    "merge": "grasp.pipeline.merge",
     "mix_runs": "grasp.select.mixture_model",
-    "open": "grasp.api.makers",
+    "open": "grasp.api.artifact",
     "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.select.mixture_model",
     "preview_corpus": "grasp.pipeline.preview",
     "preview_targets": "grasp.pipeline.preview",
     "propose_runs": "grasp.select.proposals",
     "retrain": "grasp.api.retrain",
-    "train_proxy": "grasp.api.makers",
-    "warm_up": "grasp.api.makers",
+    "train_proxy": "grasp.pipeline.proxy",
+    "warm_up": "grasp.pipeline.warm_up",
 }
 __all__ = [
     "Artifact",
     "GraspError",
     "Result",
     "RetrainedRuns",
-    "Scorer",
     "__version__",
     "add_replay",
     "add_targets",
-    "apply",
     "build",
     "evaluate",
     "import_runs",
@@ -83,7 +81,12 @@ def __getattr__(name: str) -> Any:
     """Import a name on first access, so that `import grasp` stays fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'grasp' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
+    if not isinstance(value, type):
+        value = import_module("grasp.progress_display").shows_progress(value)
+    if name in ("build", "merge"):
+        value = import_module("grasp.api.artifact").opened(value)
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

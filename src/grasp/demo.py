@@ -22,7 +22,7 @@ from grasp.files import atomic_path, claim_directory
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import BuildSettings, CorpusSettings, FeatureSettings, ModelSettings, TargetSettings
@@ -90,7 +90,7 @@ class Demo:
 
 def make_demo(out: Path, progress: Progress | None = None) -> Demo:
     """Build the corpus, the reference model and the artifact, each unless it already exists."""
-    progress = progress or Silent()
+    progress = progress or Progress()
     claim_directory(out, ".grasp-demo", lambda path: (path / "artifact").is_dir() and (path / "model").is_dir())
     demo = Demo(out)
     make_corpus(demo)

@@ -18,62 +18,44 @@ Start with `load`.
 
 import ast
 import sys
-from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from grasp.errors import MissingExtraError, SettingsError
 
-T = TypeVar("T")
+_found: dict[tuple[str, ...], dict[str, EntryPoint]] = {}  # by group and sys.path, in which they are found
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A registered object, not imported yet."""
+def entries(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, in alphabetical order.
 
-    point: EntryPoint
+    Raises:
+        SettingsError: two packages register the same name.
+    """
+    by_name = _found.setdefault((group, *sys.path), {})
+    if not by_name:
+        for point in sorted(entry_points(group=group), key=lambda point: point.name):
+            if duplicate := by_name.get(point.name):
+                by_name.clear()
+                packages = f"{package_of(duplicate)} and {package_of(point)}"
+                raise SettingsError(
+                    f"{kind_of(group)} {point.name}: packages {packages} both register it; uninstall one"
+                )
+            by_name[point.name] = point
+    return by_name
 
-    @property
-    def name(self) -> str:
-        """Name under which the object is registered."""
-        return self.point.name
 
-    @property
-    def package(self) -> str:
-        """Name of the package that registers the object."""
-        return self.point.dist.name if self.point.dist is not None else "?"
+def package_of(point: EntryPoint) -> str:
+    """Return the name of the package that registers an object."""
+    return point.dist.name if point.dist is not None else "?"
 
-    @property
-    def origin(self) -> str:
-        """Kind, name, object and package of the entry point, for messages."""
-        return f"{kind_of(self.point.group)} {self.name}: {self.point.value} of package {self.package}"
 
-    def summary(self) -> str:
-        """Return the first line of the docstring; parses the source instead of importing it, since torch is slow."""
-        spec = find_spec(self.point.module)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-            return ""
-        for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and node.name == self.point.attr:
-                return (ast.get_docstring(node) or "").partition("\n")[0]
-        return ""
-
-    def load(self) -> Any:
-        """Import the module and return the object.
-
-        Raises:
-            MissingExtraError: the module cannot be imported, or lacks the object.
-        """
-        try:
-            return self.point.load()
-        except (ImportError, AttributeError) as err:
-            raise MissingExtraError(
-                f"{self.origin} cannot be imported: {err}; reinstall or uninstall the package"
-            ) from err
+def origin_of(point: EntryPoint) -> str:
+    """Return kind, name, object and package of an entry point, for messages."""
+    return f"{kind_of(point.group)} {point.name}: {point.value} of package {package_of(point)}"
 
 
 def kind_of(group: str) -> str:
@@ -81,80 +63,44 @@ def kind_of(group: str) -> str:
     return group.removeprefix("grasp.").removesuffix("s")
 
 
-def entries(group: str) -> dict[str, Entry]:
-    """Return the entry points of a group by name, in alphabetical order.
-
-    Raises:
-        SettingsError: two packages register the same name.
-    """
-    return _discover(group, tuple(sys.path))
-
-
-@cache
-def _discover(group: str, path: tuple[str, ...]) -> dict[str, Entry]:
-    """Return the entry points of a group; `path` is only the key of the cache, since they are found in sys.path."""
-    del path
-    by_name: dict[str, Entry] = {}
-    for entry in map(Entry, sorted(entry_points(group=group), key=lambda point: point.name)):
-        if duplicate := by_name.get(entry.name):
-            raise SettingsError(
-                f"{kind_of(group)} {entry.name}: packages {duplicate.package} and {entry.package} both register it; "
-                "uninstall one"
-            )
-        by_name[entry.name] = entry
-    return by_name
+def summary_of(point: EntryPoint) -> str:
+    """Return the first line of the docstring; parses the source instead of importing it, since torch is slow."""
+    spec = find_spec(point.module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return ""
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == point.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""
 
 
-def names(group: str) -> list[str]:
-    """Return the names that are registered in a group, in alphabetical order."""
-    return list(entries(group))
-
-
-def find(group: str, name: str, error_prefix: str = "") -> Entry:
-    """Return an entry point by name.
+def load(group: str, name: str, base: type[Any] | None = None, error_prefix: str = "") -> Any:
+    """Import and return the object that is registered under a name in a group.
 
     Args:
         group: group of entry points, such as `grasp.kernels`.
         name: name in the group.
-        error_prefix: begin of the error message, such as a settings file. Default: what the group registers.
+        base: class that the object must be derived from. Default: any object.
+        error_prefix: begin of the message about an unknown name, such as a settings file. Default: what the group
+            registers.
     Raises:
-        SettingsError: unknown name; the message lists the registered ones.
+        SettingsError: unknown name, and the message lists the registered ones; or another kind of object.
+        MissingExtraError: the module cannot be imported, or lacks the object.
     """
-    known, kind = entries(group), kind_of(group)
+    known = entries(group)
     if name not in known:
-        close = get_close_matches(name, known, n=1)
+        kind, close = kind_of(group), get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         available = ", ".join(known) or f"none: install grasp-attribution with pip to register its {kind}s"
         raise SettingsError(f"{error_prefix or kind}: unknown {kind} {name!r}; {hint}available: {available}")
-    return known[name]
-
-
-def load(group: str, name: str) -> Any:
-    """Import and return the object that is registered under a name in a group.
-
-    Raises:
-        SettingsError: unknown name; the message lists the registered ones.
-        MissingExtraError: it cannot be imported.
-    """
-    return find(group, name).load()
-
-
-def load_class(group: str, name: str, base: type[T], error_prefix: str = "") -> type[T]:
-    """Import and return the class that is registered under a name in a group.
-
-    Args:
-        group: group of entry points, such as `grasp.kernels`.
-        name: name in the group.
-        base: class that the registered one must be derived from.
-        error_prefix: begin of the message about an unknown name; see `find`.
-    Raises:
-        SettingsError: unknown name, and the message lists the registered ones; or another kind of object.
-        MissingExtraError: it cannot be imported.
-    """
-    entry = find(group, name, error_prefix)
-    loaded = entry.load()
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+    try:
+        loaded = known[name].load()
+    except (ImportError, AttributeError) as err:
+        raise MissingExtraError(
+            f"{origin_of(known[name])} cannot be imported: {err}; reinstall or uninstall the package"
+        ) from err
+    if base is not None and not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise SettingsError(
-            f"{entry.origin}: got {loaded!r}, expected a class derived from {base.__module__}.{base.__name__}"
+            f"{origin_of(known[name])}: got {loaded!r}, expected a class derived from {base.__module__}.{base.__name__}"
         )
     return loaded

@@ -1,5 +1,8 @@
 """The exceptions of GRASP. A message is one line: location, actual value, expected value, what to do next."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class GraspError(Exception):
     """Base class of errors that the user can fix; the command line prints the message and exits with code 2."""
@@ -51,3 +54,21 @@ class MissingExtraError(GraspError):
 
 class RunsError(GraspError):
     """Runs, their utilities or a table of predictions are incomplete, damaged, or do not match the artifact."""
+
+
+@contextmanager
+def at(place: str, error_type: type[GraspError] | None = None) -> Iterator[None]:
+    """Put a place before the message of an error that the block raises: `PLACE: MESSAGE`.
+
+    Args:
+        place: what the error is about, such as file and line of a record, or a setting.
+        error_type: type of the new error in the place of a `CorpusError`. Default: the same.
+    """
+    try:
+        yield
+    except GraspError as err:
+        message = f"{place}: {err}"
+        if error_type is not None and isinstance(err, CorpusError):
+            raise error_type(message) from err
+        err.args = (message,)
+        raise

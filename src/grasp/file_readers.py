@@ -10,23 +10,25 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
 
     door       source                                   read
     corpus     path of a corpus or target               (path): fields of `grasp.settings.CorpusSettings`
-    record     `FieldNames` of the records of a corpus  (values, names, location): record in the usual names
+    record     `FieldNames` of the records of a corpus  (values, names): record in the usual names
     target     first record of a file of units          (records, task, loss_on): list of `grasp.targets.units.Unit`
                `LOG_NAME`: pattern of file names without suffix, with the group `task`
     task       name of a target that is no file         (name, variant, loss_on): list of units
                `ALIASES`: name of the task of each alias
     passages   texts of a benchmark, for `grasp demo`   `write_passages(path, exclude_texts, per_source)`
     mixture    path of the mixture of a run             (path): `grasp.mixtures.MixtureFile`
-    results    directory with the results of runs       (path): `grasp.runs.import_runs.Results`
+    results    directory with the results of runs       (path): results, see `grasp.runs.import_runs`
     run_table  table of runs                            (table): the table with one line per run
-    recipe     fields of a training recipe              (fields, location): fields of `FineTuningRecipe`
+    recipe     fields of a training recipe              (fields): fields of `FineTuningRecipe`
+    output     path of `grasp info` and `grasp verify`  (path): description that prints itself, with `to_dict()`
+               `verify(path)`: raise ArtifactError if a file is damaged
 
 Start with `claimed`.
 """
 
 from typing import Any, NamedTuple
 
-from grasp import entry_points
+from grasp.entry_points import entries, load, package_of
 
 GROUP = "grasp.readers"
 OWN_PACKAGE = "grasp-attribution"
@@ -46,9 +48,9 @@ def readers(door: str) -> dict[str, Any]:
     Raises:
         MissingExtraError: a reader cannot be imported.
     """
-    points = {name: point for name, point in entry_points.entries(GROUP).items() if name.startswith(f"{door}.")}
-    ordered = sorted(points, key=lambda name: (points[name].package == OWN_PACKAGE, name))
-    return {name.removeprefix(f"{door}."): points[name].load() for name in ordered}
+    names = [name for name in entries(GROUP) if name.startswith(f"{door}.")]
+    names.sort(key=lambda name: package_of(entries(GROUP)[name]) == OWN_PACKAGE)
+    return {name.removeprefix(f"{door}."): load(GROUP, name) for name in names}
 
 
 def claimed(door: str, source: Any) -> Claim | None:

@@ -15,8 +15,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 
+from grasp.progress import Progress
 from grasp.text import duration_text, plain
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ STAGE_TITLES = {
 }
 
 
-class Watch:
+class Watch(Progress):
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
     line_seconds = LINE_SECONDS
@@ -49,7 +51,7 @@ class Watch:
         self._console = Console(stderr=True)
         self._plain = self.quiet or not sys.stderr.isatty()
         self._stopped = threading.Event()
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._name = ""
         self._total: int | None = None
@@ -59,32 +61,22 @@ class Watch:
         self._stage_tokens = 0  # tokens of the current stage if it was planned, else 0
 
     def __enter__(self) -> Self:
-        if not self._plain:
-            self._bar = Progress(
-                TextColumn("{task.description:<16}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                console=self._console,
-            )
-            self._bar.start()
-        else:
+        if self._plain:
             threading.Thread(target=self._print_regularly, daemon=True).start()
+            return self
+        fields = MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn()
+        name, left = TextColumn("{task.description:<16}"), TextColumn("{task.fields[left]}")
+        self._bar = Bar(name, BarColumn(), *fields, left, console=self._console)
+        self._bar.start()
         return self
 
     def _print_regularly(self) -> None:
         """Print a line at regular intervals, even if a batch takes longer."""
         while not self._stopped.wait(1.0):
-            if self._name not in ("", "runs") and time.monotonic() - self._printed_at >= self.line_seconds:
-                self._printed_at = time.monotonic()
-                seconds = f"{duration_text(self._printed_at - self._started_at)} so far"
-                self._print(
-                    self._rows_text() if self._rows else seconds,
-                    self._rate_text() if self._rows else "",
-                    self._left_text(),
-                )
+            if self._name and self._rows:
+                self._report()
+            elif self._name not in ("", "runs"):
+                self._show(0, f"{duration_text(time.monotonic() - self._started_at)} so far", "", "")
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,11 +105,30 @@ class Watch:
         """Count rows and tokens that were processed, and show them."""
         self._rows += rows
         self._tokens += tokens
+        self._report()
+
+    def _report(self) -> None:
+        """Show rows, rate and the time left; changes no counts, since another thread calls it too."""
+        seconds, total = time.monotonic() - self._started_at, self._total
+        left = ""
+        if total and self._rows:  # extrapolated from the throughput of this stage
+            stage_seconds = seconds * total / self._rows
+            left_seconds = stage_seconds * (1 - self._rows / total)
+            later_tokens = sum(self._planned_tokens.values()) / self._stage_tokens if self._stage_tokens else 0.0
+            later = stage_seconds * later_tokens
+            left = f"{duration_text(left_seconds)} left"
+            if later > MIN_LATER_SECONDS:
+                left += f" in this stage, {duration_text(left_seconds + later)} in total"
+        counted = f"{self._rows:,} rows" if total is None else f"{self._rows:,} of {total:,} rows"
+        self._show(self._rows, counted, self._rate_text(seconds), left)
+
+    def _show(self, completed: int, counted: str, rate: str, left: str) -> None:
+        """Update the bar, or print a line if the last one is old enough."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._rows, rate=self._rate_text(), left=self._left_text())
+            self._bar.update(self._task, completed=completed, rate=rate, left=left)
         elif time.monotonic() - self._printed_at >= self.line_seconds:
             self._printed_at = time.monotonic()
-            self._print(self._rows_text(), self._rate_text(), self._left_text())
+            self._print(counted, rate, left)
 
     def plan(self, tokens: Mapping[str, int]) -> None:
         """Announce the coming stages, in order, with the number of tokens that the model reads in each."""
@@ -146,46 +157,30 @@ class Watch:
         step = f"step {status.step:,} of {status.steps:,} of " if status.steps else ""
         current = f"{step}{status.running}" if status.running else ""
         left = "" if status.seconds_left is None else f"{duration_text(status.seconds_left)} left"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=status.done, rate=current, left=left)
-        elif time.monotonic() - self._printed_at >= self.line_seconds:
-            self._printed_at = time.monotonic()
-            self._print(f"{status.done:,} of {status.total:,} runs", current, left)
+        self._show(status.done, f"{status.done:,} of {status.total:,} runs", current, left)
 
     __call__ = runs  # the callback of a retraining
 
     def _print(self, *parts: str) -> None:
-        print(self._line_text(*parts), file=sys.stderr)
+        """Print a line on the current stage."""
+        self._write(plain(f"{self._name}: {', '.join(part for part in parts if part)}"))
 
-    def _line_text(self, *parts: str) -> str:
-        return plain(f"{self._name}: {', '.join(part for part in parts if part)}")
+    def _write(self, line: str) -> None:
+        print(line, file=sys.stderr)
 
     def _close_stage(self) -> None:
         """Print the duration of the current stage, if lines are printed."""
         seconds = time.monotonic() - self._started_at
         if self._name and self._plain and self._rows:
-            self._print(f"{self._rows:,} rows in {seconds:.1f} s", self._rate_text())
+            self._print(f"{self._rows:,} rows in {seconds:.1f} s", self._rate_text(seconds))
         if self._name and self._plain and self._runs_done:
             self._print(f"{self._runs_done:,} runs in {seconds:.1f} s")
         self._name = ""
 
-    def _rows_text(self) -> str:
-        return f"{self._rows:,} rows" if self._total is None else f"{self._rows:,} of {self._total:,} rows"
-
-    def _rate_text(self) -> str:
-        seconds = max(time.monotonic() - self._started_at, 1e-9)
+    def _rate_text(self, seconds: float) -> str:
+        seconds = max(seconds, 1e-9)
         rate = f"{self._rows / seconds:,.0f} rows/s"
         return f"{rate}, {self._tokens / seconds:,.0f} tokens/s" if self._tokens else rate
-
-    def _left_text(self) -> str:
-        """Return the time left of this stage, and in total, extrapolated from the throughput of this stage."""
-        if not self._total or not self._rows:
-            return ""
-        stage_seconds = (time.monotonic() - self._started_at) * self._total / self._rows
-        left = stage_seconds * (1 - self._rows / self._total)
-        later = stage_seconds * sum(self._planned_tokens.values()) / self._stage_tokens if self._stage_tokens else 0.0
-        total = f" in this stage, {duration_text(left + later)} in total" if later > MIN_LATER_SECONDS else ""
-        return f"{duration_text(left)} left{total}"
 
 
 class NotebookWatch(Watch):
@@ -206,22 +201,15 @@ class NotebookWatch(Watch):
     def note(self, line: str) -> None:
         self._display(f"note: {plain(line)}")
 
-    def _print(self, *parts: str) -> None:
-        text = self._line_text(*parts)
+    def _write(self, line: str) -> None:
         if self._line is None:
-            self._line = self._display(text)
+            self._line = self._display(line)
         else:
-            self._line.update({"text/plain": text}, raw=True)
+            self._line.update({"text/plain": line}, raw=True)
 
     def _display(self, text: str) -> Any:
         display = import_module("IPython.display").display  # present in every notebook
         return display({"text/plain": text}, raw=True, display_id=True)
-
-
-def in_notebook() -> bool:
-    """Return whether the code runs in a kernel of Jupyter, Colab or an editor."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None) is not None
 
 
 def shows_progress(function: Callable[P, R]) -> Callable[P, R]:
@@ -231,7 +219,9 @@ def shows_progress(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def with_progress(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not in_notebook() or kwargs.get("progress") is not None:
+        # in a kernel of Jupyter, Colab or an editor
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if getattr(shell, "kernel", None) is None or kwargs.get("progress") is not None:
             return function(*args, **kwargs)
         with NotebookWatch() as watch:
             kwargs["progress"] = watch

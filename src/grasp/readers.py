@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from grasp import entry_points
 from grasp.corpus.row_store import RowStore
+from grasp.entry_points import load
 from grasp.results import Result
 from grasp.settings import READERS, BuildSettings, ModelSettings, ReaderSettings
 from grasp.targets.units import UnitSet
@@ -58,4 +58,4 @@ def load_reader(name: str) -> Reader:
     Raises:
         SettingsError: there is no such reader.
     """
-    return cast(Reader, entry_points.load(READERS, name))
+    return cast(Reader, load(READERS, name))

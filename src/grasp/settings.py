@@ -22,8 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from grasp import entry_points
-from grasp.entry_points import load, names
+from grasp.entry_points import entries, load
 from grasp.errors import SettingsError
 from grasp.file_readers import claimed
 from grasp.kernel_table import SKETCHES, WEIGHTS
@@ -273,7 +272,7 @@ class ModelSettings(Settings):
         if not others:
             return handler(data)
         fields: dict[str, Any] = {
-            name: (entry_points.load(READERS, name).settings | None, None) for name in others if name in model_readers()
+            name: (load(READERS, name).settings | None, None) for name in others if name in model_readers()
         }
         group: type[Settings] = create_model("ModelSettings", __base__=Settings, **fields)
         reader_fields = {name: value for name, value in group.model_validate(others) if value is not None}
@@ -381,14 +380,14 @@ class FeatureSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _apply_rule_defaults(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("rule") in names(PROTOCOLS):
+        if isinstance(data, dict) and data.get("rule") in entries(PROTOCOLS):
             return {**load(PROTOCOLS, data["rule"]).feature_defaults, **data}
         return data
 
     @field_validator("rule")
     @classmethod
     def _validate_rule(cls, rule: str) -> str:
-        known = [*OWN_RULES, *names(PROTOCOLS)]
+        known = [*OWN_RULES, *entries(PROTOCOLS)]
         if rule not in known:
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
@@ -459,7 +458,7 @@ class BuildSettings(Settings):
         features = data.get("features", {})
         if isinstance(features, FeatureSettings):
             features = features.model_dump(exclude_unset=True)
-        defaults = dict(entry_points.load(READERS, reader).settings.features)
+        defaults = dict(load(READERS, reader).settings.features)
         return {**data, "features": defaults | features} if isinstance(features, dict) else data
 
     @model_validator(mode="after")
@@ -642,7 +641,7 @@ def without_foreign_code(
 def code_settings(data: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the settings that name code to run, with those of the reader that the settings choose."""
     reader = named_reader(data.get("model"))
-    names = () if reader is None else entry_points.load(READERS, reader).settings.code
+    names = () if reader is None else load(READERS, reader).settings.code
     return ("model.trust_remote_code", "train_command", *(f"model.{reader}.{name}" for name in names))
 
 
@@ -653,7 +652,7 @@ def named_reader(model: Any) -> str | None:
 
 def model_readers() -> list[str]:
     """Return the names of the readers that settings of the model choose; those with a dot read other tools' files."""
-    return [name for name in entry_points.names(READERS) if "." not in name]
+    return [name for name in entries(READERS) if "." not in name]
 
 
 def form_of_loss(loss: str | None) -> str | None:

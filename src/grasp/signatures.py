@@ -7,7 +7,7 @@ fast. In a description, the text after "In Python" applies to Python only and is
 import ast
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 REQUIRED: Final = inspect.Parameter.empty
 TEXT_TYPES: Final = {text_type.__name__: text_type for text_type in (str, int, float, bool, Path)}
+_OTHER_GENERICS: Final = re.compile(r"\bCallable\[.*]|\b(?!Sequence\b)\w+\[[^][]*]")  # such as Mapping[str, Any]
 PATH_ALIASES: Final = {"Place": Path, "Runs": Path}  # type aliases of `grasp.api` for a path or the opened object
 
 
@@ -75,11 +76,12 @@ def parse_signature(module: str, verb: str) -> Signature:
     required = [None] * (len(parameters.args) - len(parameters.defaults))
     defaults = [*required, *parameters.defaults, *parameters.kw_defaults]
     for argument, node in zip([*parameters.args, *parameters.kwonlyargs], defaults, strict=True):
-        type_names = list(_type_names(argument.annotation))
-        types = [text_type for name in type_names if (text_type := (TEXT_TYPES | PATH_ALIASES).get(name))]
+        annotation = "" if argument.annotation is None else ast.unparse(argument.annotation)
+        words = re.findall(r"\w+", _OTHER_GENERICS.sub("", annotation))
+        types = [(TEXT_TYPES | PATH_ALIASES)[word] for word in words if word in TEXT_TYPES | PATH_ALIASES]
         if types:
-            default = _value(module, node) if node else None if "None" in type_names else REQUIRED
-            in_commas = types[0] is str and "Sequence" in type_names and default != ()
+            default = _value(module, node) if node else None if "None" in words else REQUIRED
+            in_commas = types[0] is str and "Sequence" in words and default != ()
             arguments[argument.arg] = Argument(argument.arg, types[0], default, in_commas, texts.get(argument.arg, ""))
     return Signature(about, arguments)
 
@@ -111,34 +113,14 @@ def _source(module: str) -> str:
 
 
 def _parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring before its sections, and the description of each argument."""
+    """Return the text of a docstring before its sections, and the description of each argument, without "In Python"."""
     about, _, remainder = docstring.partition("\nArgs:\n")
     section = re.split(r"^\S", remainder, maxsplit=1, flags=re.MULTILINE)[0]
     _, *entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
-    texts = {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
-    return _without_python_part(about).strip(), {name: _without_python_part(text) for name, text in texts.items()}
-
-
-def _without_python_part(text: str) -> str:
-    """Remove the end of a description that applies to Python only, from "In Python" on."""
-    return re.split(r"\s+In Python\b", text)[0]
-
-
-def _type_names(annotation: ast.expr | None) -> Iterator[str]:
-    """Yield the names of a union of types, including the item types of sequences."""
-    match annotation:
-        case ast.BinOp():
-            yield from _type_names(annotation.left)
-            yield from _type_names(annotation.right)
-        case ast.Constant(value=str(text)):
-            yield from _type_names(ast.parse(text, mode="eval").body)
-        case ast.Constant(value=None):
-            yield "None"
-        case ast.Subscript(value=ast.Name("Sequence")):
-            yield "Sequence"
-            yield from _type_names(annotation.slice)
-        case ast.Name(name):
-            yield name
+    about, *texts = (
+        re.split(r"\s+In Python\b", text)[0] for text in (about, *(" ".join(entry.split()) for entry in entries[1::2]))
+    )
+    return about.strip(), dict(zip(entries[::2], texts, strict=True))
 
 
 def _value(module: str, node: ast.expr) -> Any:

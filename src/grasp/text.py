@@ -40,8 +40,8 @@ SKIPPED = {
     "one_token": "rows of one token",
     "short_end": "short last rows of long documents",
     "cut": "ends of documents beyond corpus.max_rows_per_document",
-    "cut_begin": "beginnings of conversations or prompts that exceed a row",
-    "cut_end": "ends of answers of preference pairs that exceed a row",
+    "cut_begin": "conversations or prompts lose their beginning, to fit a row",
+    "cut_end": "answers of preference pairs lose their end, to fit a row",
     "long_prompt": "preference pairs whose prompt alone fills a row",
     "turn_order": "conversations whose turns are out of order",
     "empty_answer": "conversations with an empty answer",
@@ -60,6 +60,7 @@ SKIPPED = {
     "choice_space": "choices whose surrounding white space differs from that of others",
 }
 
+TRUNCATED = ("cut_begin", "cut_end")  # documents that are not left out, but shortened
 # What the user can do about it, by the same reasons.
 REMEDIES = {
     "unwritten": "use a tokenizer whose template includes it (--tokenizer)",
@@ -145,13 +146,25 @@ def skipped_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {SKIPPED.get(reason, plain(reason))}" for reason, count in counts.items())
 
 
-def skipped_lines(counts: Mapping[str, int], examples: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return one line per reason, with the positions of the first examples and what to do about them."""
+def skipped_lines(
+    counts: Mapping[str, int], examples: Mapping[str, Sequence[str]], verb: str = "", of: int | None = None
+) -> list[str]:
+    """Return one line per reason, with the positions of the first examples and what to do about them.
+
+    Args:
+        counts: number of records by reason.
+        examples: positions of the first ones by reason.
+        verb: begin of a line, such as `skipped`; that of truncated documents is `truncated`.
+        of: number of all documents, which is printed for truncated ones.
+    """
     lines = []
     for reason, count in counts.items():
-        locations = ", ".join(plain(example, MAX_EXAMPLE_CHARS) for example in examples.get(reason, ()))
-        remedy = REMEDIES.get(reason, "")
-        lines.append(skipped_text({reason: count}) + f": {locations}" * bool(locations) + f"; {remedy}" * bool(remedy))
+        is_truncated = reason in TRUNCATED
+        line = f"{count:,}{f' of {of:,}' if of and is_truncated else ''} {SKIPPED.get(reason, plain(reason))}"
+        line = f"{'truncated' if is_truncated else verb}: {line}" if verb else line
+        if locations := ", ".join(plain(example, MAX_EXAMPLE_CHARS) for example in examples.get(reason, ())):
+            line += f": {locations}"
+        lines.append(f"{line}; {REMEDIES[reason]}" if reason in REMEDIES else line)
     return lines
 
 

@@ -64,7 +64,7 @@ def describe(err: ValidationError, location: str, model_class: type[BaseModel] |
 
     Args:
         err: error of pydantic.
-        location: beginning of the message.
+        location: beginning of the message; empty: none.
         model_class: class that was validated.
     """
     messages = []
@@ -78,7 +78,7 @@ def describe(err: ValidationError, location: str, model_class: type[BaseModel] |
         reason = _REASONS.get(item["type"], item["msg"].removeprefix("Value error, "))
         messages.append(f"{field}: {reason}{got}{_suggest_field(model_class, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
-    return f"{location}: " + "; ".join(messages) + more
+    return f"{location}: " * bool(location) + "; ".join(messages) + more
 
 
 # Messages by pydantic's type of an error; others have pydantic's message.
@@ -213,20 +213,6 @@ def require_flags(data: Mapping[str, Any], flags: Mapping[str, str], location: s
         raise SettingsError(
             f"{location}: missing {', '.join(missing)}; pass an option, or a setting by --set or --config"
         )
-
-
-def pop_setting(data: dict[str, Any], name: str) -> Any:
-    """Remove and return a setting, together with groups that become empty; None if it is not set."""
-    step, _, rest = name.partition(".")
-    if not rest:
-        return data.pop(step, None)
-    group = data.get(step)
-    if not isinstance(group, dict):
-        return None
-    value = pop_setting(group, rest)
-    if not group:
-        del data[step]
-    return value
 
 
 def override_settings(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def test_a_flipped_byte_in_any_file_is_found_and_named(path):
             flipped = bytearray(data)
             flipped[place] ^= 1 << int(rng.integers(8))
             (path / name).write_bytes(flipped)
-            (problem,) = verify(path).problems
-            assert (problem.file, problem.what[:9]) == (name, "damaged: ")
+            ((file, damage),) = verify(path).problems.items()
+            assert (file, damage[:9]) == (name, "damaged: ")
         (path / name).write_bytes(data)
     assert verify(path).ok
 
@@ -46,7 +46,7 @@ def test_every_damaged_file_is_named(path):
         b"\xff" * len(files["arrays/relevance_output_layer.1/00000.npy"])
     )
     whole = len(files["arrays/hidden_sketch/00004.npy"])
-    problems = {problem.file: problem.what for problem in verify(path).problems}
+    problems = verify(path).problems
     assert len(problems) == 4
     size = len(files["shards/00002.parquet"])
     assert_mentions(problems["shards/00002.parquet"], "truncated", f"{size - 3} of {size} bytes")

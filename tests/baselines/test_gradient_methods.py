@@ -18,7 +18,7 @@ from grasp.baselines.gradients.curvature import (
 )
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.scorers import mean_row_tokens, open_engine, row_examples, unit_examples
+from grasp.baselines.gradients.scorers import examples_at, mean_row_tokens, open_engine, unit_examples
 from grasp.baselines.gradients.whole import UnitGradients
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
@@ -46,7 +46,7 @@ def gradients(world):
         if key not in known:
             inputs = world.inputs()
             model = training_checkpoints(inputs)[checkpoint].load(inputs)
-            examples = row_examples(inputs, 0, N_ROWS) + unit_examples(inputs)
+            examples = examples_at(inputs, range(N_ROWS)) + unit_examples(inputs)
             result = [autograd(model, example, output) for example in examples]
             known[key] = {name: torch.stack([g[name].flatten() for g in result]).double().numpy() for name in result[0]}
         return known[key]
@@ -139,7 +139,7 @@ def doubts(world, checkpoint: int) -> np.ndarray:
     inputs = world.inputs()
     model = training_checkpoints(inputs)[checkpoint].load(inputs).model
     result = []
-    for row in row_examples(inputs, 0, N_ROWS):
+    for row in examples_at(inputs, range(N_ROWS)):
         ids = torch.from_numpy(row.input_ids.astype(np.int64))[None]
         p = torch.softmax(model(ids).logits[0, :-1].double(), dim=1).gather(1, ids[0, 1:, None])
         result.append(1.0 - float(p.mean()))
@@ -159,7 +159,7 @@ def projected(world, checkpoint, width, layers=("block:-1", "final_norm"), outpu
     engine = open_engine(inputs, training_checkpoints(inputs)[checkpoint], layers)
     tokens = mean_row_tokens(inputs)
     featurizer = Featurizer.with_projection(engine, width, seed=0, tokens=tokens, per_block=per_block)
-    both = row_examples(inputs, 0, N_ROWS), unit_examples(inputs)
+    both = examples_at(inputs, range(N_ROWS)), unit_examples(inputs)
     return [featurizer.features(examples, output)[0].astype(np.float64) for examples in both]
 
 
@@ -267,7 +267,7 @@ def opened(world):
     model = training_checkpoints(inputs)[-1].load(inputs)
     model.batch_tokens = 150
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj", "model.embed_tokens", "final_norm"]))
-    return engine, row_examples(inputs, 0, 12)
+    return engine, examples_at(inputs, range(12))
 
 
 def label_gradients(engine, row: Example, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -339,7 +339,7 @@ def test_kfac_influence_equals_the_explicit_inverse_of_the_kronecker_product(wor
     inputs = world.inputs()
     model = training_checkpoints(inputs)[-1].load(inputs)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
-    (factors,) = second_moments(engine, Fisher(row_examples(inputs, 0, N_ROWS), None), full_width=64)
+    (factors,) = second_moments(engine, Fisher(examples_at(inputs, range(N_ROWS)), None), full_width=64)
     left, right = factors.left.double().numpy(), factors.right_YY.double().numpy()
     damped = [m + 0.2 * np.trace(m) / len(m) * np.eye(len(m)) for m in (left, right)]
     row_ND, unit_ED = concatenated(gradients(2), "layers.1.self_attn.v_proj")
@@ -352,7 +352,7 @@ def test_ekfac_influence_equals_the_explicit_inverse_in_its_basis(world, tmp_pat
     inputs = world.inputs()
     model = training_checkpoints(inputs)[-1].load(inputs)
     engine = PerExample(model, choose_layers(model, ["*layers.1*v_proj"]))
-    fisher = Fisher(row_examples(inputs, 0, N_ROWS), None)
+    fisher = Fisher(examples_at(inputs, range(N_ROWS)), None)
     (basis,) = [
         Basis.from_factors(factors_of_block) for factors_of_block in second_moments(engine, fisher, full_width=64)
     ]
@@ -368,7 +368,7 @@ def test_ekfac_influence_equals_the_explicit_inverse_in_its_basis(world, tmp_pat
 
 def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gradients):
     row_ND, unit_ED = concatenated(gradients(2), "model.norm")
-    labels = np.array([row.labels for row in row_examples(world.inputs(), 0, N_ROWS)])
+    labels = np.array([row.labels for row in examples_at(world.inputs(), range(N_ROWS))])
     fisher_DD = fisher_of(row_ND * np.sqrt(labels)[:, None])
     shift = 0.1 * np.trace(fisher_DD) / len(fisher_DD)
     expected = row_ND @ np.linalg.inv(fisher_DD + shift * np.eye(16)) @ unit_ED.T

@@ -18,8 +18,7 @@ from grasp.baselines.gradients.curvature import (
 )
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.sums import EachGradient
-from grasp.baselines.gradients.whole import UnitGradients, inner_products
+from grasp.baselines.gradients.whole import UnitGradients, inner_products, run_whole
 from grasp.baselines.trak import newton_map
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example, PerExample
@@ -261,11 +260,10 @@ def test_gradients_of_every_row_equal_bergsons(model, output, tmp_path):
     theirs = load_module_gradients(config.partial_run_path)
 
     engine = PerExample(model, choose_layers(model, ["*.attention.*", "*.mlp.*"]))
-    each = EachGradient(engine, len(rows))
-    index_B = torch.arange(len(rows))
-    engine.run(examples(rows), lambda number, factors, part: each.add(number, factors, index_B[part]), output)
+    matrices = [torch.zeros(len(rows), b.left, b.right) for b in engine.layers.blocks]
+    run_whole(engine, examples(rows), lambda number, matrix, part: matrices[number][part].copy_(matrix), output)
     assert len(engine.layers.blocks) == len(list(theirs)) == 8
-    for block, matrix in zip(engine.layers.blocks, each.matrices, strict=True):
+    for block, matrix in zip(engine.layers.blocks, matrices, strict=True):
         ours = matrix[:, :, :-1] if block.bias else matrix
         expected = np.asarray(theirs[block.parameters[0].removeprefix("gpt_neox.").removesuffix(".weight")])
         np.testing.assert_allclose(ours.flatten(1), expected, rtol=2e-3, atol=2e-5 * np.abs(expected).max())

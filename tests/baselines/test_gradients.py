@@ -10,8 +10,7 @@ from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.projection import Projection
-from grasp.baselines.gradients.sums import EachGradient
-from grasp.baselines.gradients.whole import UnitGradients, inner_products
+from grasp.baselines.gradients.whole import UnitGradients, inner_products, run_whole
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
@@ -29,10 +28,9 @@ def engine_of(family="llama", patterns=("all",), **how) -> PerExample:
 
 
 def held(engine: PerExample, examples, output="loss") -> list[torch.Tensor]:
-    each = EachGradient(engine, len(examples))
-    index_B = torch.arange(len(examples))
-    engine.run(examples, lambda number, factors, part: each.add(number, factors, index_B[part]), output)
-    return each.matrices
+    matrices = [torch.zeros(len(examples), b.left, b.right, dtype=engine.work) for b in engine.layers.blocks]
+    run_whole(engine, examples, lambda number, matrix, part: matrices[number][part].copy_(matrix), output)
+    return matrices
 
 
 def references(engine: PerExample, examples, output="loss") -> list[dict[str, torch.Tensor]]:
@@ -112,7 +110,7 @@ def test_the_head_in_parts_of_the_batch_gives_the_same_gradients(monkeypatch):
 def test_memory_limits_do_not_change_results(monkeypatch, elements):
     for module in (
         "models.gradient_sums",
-        *(f"baselines.gradients.{m}" for m in ("factors", "sums", "whole", "projection")),
+        *(f"baselines.gradients.{m}" for m in ("factors", "whole", "projection")),
     ):
         monkeypatch.setattr(f"grasp.{module}.BLOCK_ELEMENTS", elements)
     for family in ("llama", "llama-tied"):

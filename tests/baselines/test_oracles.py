@@ -69,15 +69,14 @@ def test_the_closed_form_equals_ridge_with_intercept_and_its_leave_one_out_error
 def test_an_oracle_finds_a_planted_linear_world(kind):
     if kind == "lasso":
         pytest.importorskip("sklearn")
-    oracle = {"ridge": oracles.ridge_oracle, "lasso": oracles.lasso_oracle}[kind]
     blocks, utilities = world()
-    assert rho(oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
+    assert rho(oracles.oracle(kind, oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
 
 
 def test_masks_explain_less_than_the_labels_of_their_family():
     blocks, utilities = world()
-    on_masks = rho(oracles.ridge_oracle(oracles.mask_features(blocks), utilities), utilities)
-    on_labels = rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), utilities), utilities)
+    on_masks = rho(oracles.oracle("ridge", oracles.mask_features(blocks), utilities), utilities)
+    on_labels = rho(oracles.oracle("ridge", oracles.fraction_features(blocks, LABELS), utilities), utilities)
     assert 0.3 < on_masks < on_labels
 
 
@@ -87,7 +86,7 @@ def test_an_oracle_of_noise_is_not_better_than_chance():
         blocks, utilities = world(seed=seed)
         noise = np.random.default_rng(seed).normal(size=utilities.values_BSE.shape)
         null = Utilities(noise, utilities.subset_ids, (0, 1), utilities.targets, utilities.unit_ids)
-        got.append(rho(oracles.ridge_oracle(oracles.fraction_features(blocks, LABELS), null), null))
+        got.append(rho(oracles.oracle("ridge", oracles.fraction_features(blocks, LABELS), null), null))
     assert abs(np.mean(got)) < 0.15
 
 
@@ -103,10 +102,10 @@ def test_a_held_out_subset_does_not_affect_its_prediction():
     np.testing.assert_array_equal(before, oracles.cross_fit(oracles.ridge_out, x, y, folds=5, seed=0))
 
 
-@pytest.mark.parametrize("fit", ["ridge_out", "_lasso_out"])
+@pytest.mark.parametrize("fit", ["ridge_out", "lasso_out"])
 def test_uninformative_features_predict_zero(fit):
     """A leave-one-out mean falls as the omitted value rises, so that it would rank subsets with rho = -1."""
-    if fit == "_lasso_out":
+    if fit == "lasso_out":
         pytest.importorskip("sklearn")
     got = oracles.cross_fit(getattr(oracles, fit), np.ones((8, 3)), np.arange(8.0)[:, None], folds=8, seed=0)
     np.testing.assert_array_equal(got, np.zeros((8, 1)))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.entry_points import package_of
 from grasp.methods.contract import AlignedRuns, MethodInputs, MethodScores
 from grasp.methods.registry import ConfiguredMethod, configure_methods, registered_methods, score_rows
 from grasp.models.tokenizer import train_tokenizer
@@ -24,7 +25,7 @@ from grasp.settings import build_settings, retrain_settings
 from tests.faults import Killed
 from tests.pipeline.world import TOPICS, texts, write_targets
 
-METHODS = [name for name, entry in registered_methods().items() if entry.package == "grasp-attribution"]
+METHODS = [name for name, entry in registered_methods().items() if package_of(entry) == "grasp-attribution"]
 N_ROWS = 40
 N_UNITS = 6
 SHAPE = {"vocab_size": 300, "hidden": 16, "intermediate": 32, "layers": 2, "heads": 2, "context": 64}

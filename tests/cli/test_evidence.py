@@ -21,7 +21,6 @@ from scipy import stats
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.paper.candidate_predictor import CandidatePredictor
-from grasp.paper.candidates import candidate_of
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.scoring_rule import load_protocol
 from grasp.runs.retrained import RetrainedRuns
@@ -29,6 +28,7 @@ from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, cells, refused, succeed
 from tests.mentions import assert_mentions
 from tests.resigned import resign
+from tests.rules import candidate_of
 
 FAMILY = {
     "sides": ["retained"],
@@ -222,7 +222,7 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
         (["--oracle", "ridge:colour"], "colour"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
-        (["--runs", "nowhere"], "nowhere: is not an environment"),
+        (["--runs", "nowhere"], "nowhere: no such file or directory"),
         (["--runs", __file__], "is not an environment"),
     ],
 )

@@ -31,7 +31,8 @@ PLAIN = {
 }
 REFUSALS = {
     "build": [
-        (("--config", "empty.yaml"), r"missing --model .*--corpus .*--targets"),
+        (("--config", "empty.yaml"), r"missing --corpus .*--targets"),
+        (("--config", "empty.yaml", "--corpus", "corpus.jsonl"), r"missing --targets"),
         (("--config", "empty.yaml", "--targets", " , "), r"missing .*--targets"),
         (("--out", "ART", "--max-length", 9), "built with other settings: corpus.max_length: was 48, now 9"),
         (("--model", "small.gguf"), "model.path: `small.gguf`: no such file"),
@@ -59,8 +60,8 @@ REFUSALS = {
         (("--drop", "replace(topic, 'a', topic) = 'x'"), r"replace .*longer"),
         (("--keep", "topic = 'erth'"), r"'sky' \(20 rows\).*'earth'"),
         (("--keep", "true", "--target", "sciq"), r"\['sciq'\].*\['facts'\]"),
-        (("--weight", "true: -1"), r"--weight: .*'true: -1'"),
-        (("--weight", "true"), r"--weight: .*'true'.*EXPR:NUMBER"),
+        (("--weight", "true: -1"), r"weight: .*'true: -1'"),
+        (("--weight", "true"), r"weight: .*'true'.*EXPR:NUMBER"),
         (("--weight", "true:0"), r"every row.*column"),
         (("--weight", "topic = 'sky':0", "--weight", "topic != 'sky':0"), r"all 65 rows"),
         (("--by", "topic", "--protocol", "component.yaml"), r"components: .*\['joint\.pear'\]"),

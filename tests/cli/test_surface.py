@@ -121,7 +121,7 @@ def loaded_after(program: str) -> list[str]:
 @pytest.mark.parametrize(
     "program",
     [
-        "import grasp.api.makers",
+        "import grasp.api.artifact",
         "import grasp.cli",
         "from grasp.cli import app\nsys.argv = ['grasp', '--help']\ntry: app()\nexcept SystemExit: pass",
         "from grasp.cli import app\nsys.argv = ['grasp', 'predict', '--help']\ntry: app()\nexcept SystemExit: pass",

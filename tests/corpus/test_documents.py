@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import read_documents
-from grasp.corpus.documents import documents_of
 from grasp.corpus.sources import IN_MEMORY, table_source
 from grasp.errors import CorpusError, ModelError
 from grasp.models.build_source import load_reference
@@ -131,8 +130,8 @@ def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
     for path, split, message in (
         (tmp_path / "splits", None, r"splits: .*test, train.*--split"),
         (tmp_path / "splits", "dev", r"split: .*'dev'.*test, train"),
-        (tmp_path / "data", "dev", r"corpus\.split: .*'dev'.*file"),
-        (file, "train", r"corpus\.split: .*'train'.*one file"),
+        (tmp_path / "data", "dev", r"split: .*'dev'.*file"),
+        (file, "train", r"split: .*'train'.*one file"),
     ):
         with pytest.raises(CorpusError, match=message):
             read(path, split=split)
@@ -150,8 +149,8 @@ def test_splits_are_directories_or_beginnings_of_file_names(tmp_path, expected):
 )
 def test_tables_in_memory_are_read_like_files_and_identified_by_content(expected, make_table):
     source = table_source(make_table(records(20)))
-    assert plain(documents_of(source, settings_for("none"))) == expected
-    assert plain(documents_of(source, settings_for("none"), start=7)) == expected[7:]
+    assert plain(read_documents(settings_for("none"), source=source)) == expected
+    assert plain(read_documents(settings_for("none"), source=source, start=7)) == expected[7:]
     assert source.identity() == table_source(make_table(records(20))).identity()
     assert source.identity() != table_source(make_table([*records(19), {**records(20)[19], "year": 1}])).identity()
 
@@ -276,7 +275,7 @@ def test_a_conversation_is_the_same_from_every_format(tmp_path):
     places += [save_dataset(tmp_path / "saved", CHATS)]
     places += [tmp_path / name for name in ("json", "json.parquet", "one.parquet")]
     sources = {str(place): read(place) for place in places}
-    sources["memory"] = documents_of(table_source(pd.DataFrame(CHATS)), settings_for("none"))
+    sources["memory"] = read_documents(settings_for("none"), source=table_source(pd.DataFrame(CHATS)))
     assert {name: plain_chats(documents) for name, documents in sources.items()} == dict.fromkeys(sources, expected)
 
 

@@ -306,6 +306,11 @@ REFUSED = [
     ),
     ([{"text": "a b c d e", "row_id": "x"}, {"text": "f g", "row_id": "x#1"}], {"max_length": 3}, r"'x#1'.*twice"),
     ([{"input_ids": [1, 2]}, {"input_ids": [3, 500]}], {}, r"token id 500\b.*\b1\b"),
+    (
+        [{"messages": [{"role": "user", "content": "hi"}], "chosen": [{"role": "assistant"}], "rejected": "b"}],
+        {},
+        "without an answer.*to train on the pairs: --loss dpo",
+    ),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 1}, "case"),
     ([{"text": "a b", "topic": "x"}, {"text": "c d", "Topic": "x"}], {"shard_rows": 10}, "case"),
 ]

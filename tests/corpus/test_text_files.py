@@ -113,6 +113,8 @@ def test_records_before_the_end_of_a_truncated_array_are_read(cut):
         ("c.json", "[{}, 1]", r"^c\.json, record 2: got int, expected a JSON object"),
         ("c.json", "[" + '{"a":' * 100_000, r"^c\.json, record 1: nested too deeply"),
         ("c.json", '{"a": 1}\n[]\n', r"^c\.json:2: got list"),
+        ("c.json", '{"a": 1}\nnull\n', r"^c\.json:2: got NoneType"),
+        ("c.json", "[null]", r"^c\.json, record 1: got NoneType"),
         ("c.csv.gz", "a,b\n", r"^c\.csv\.gz: damaged or truncated"),
         ("c.jsonl.xz", "{}\n", r"^c\.jsonl\.xz: damaged or truncated"),
     ],
@@ -120,3 +122,9 @@ def test_records_before_the_end_of_a_truncated_array_are_read(cut):
 def test_errors_of_damaged_files_name_the_location(name, data, message):
     with pytest.raises(CorpusError, match=message):
         records(data.encode(), name)
+
+
+def test_text_that_is_not_utf_8():
+    for name in ("c.csv", "c.jsonl"):
+        with pytest.raises(CorpusError, match=r"^c\..*: text is UTF-16, expected UTF-8; convert it: iconv"):
+            records('{"a": 1}\n'.encode("utf-16"), name)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import grasp
 from grasp.distil import apply as applying
 from grasp.distil import ngrams
+from grasp.distil.distil import distil
 from grasp.distil.ngrams import LENGTHS, SLOTS, as_bytes, mean_over, shares
 from grasp.distil.scorer import CARD, SIGNED_CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, CorpusError, ProtocolError, SettingsError
@@ -39,7 +40,7 @@ def art(tmp_path_factory):
 def place(art, tmp_path_factory):
     """A scorer that no test may change."""
     path = tmp_path_factory.mktemp("scorer") / "scorer"
-    art.distil("facts", path)
+    distil(art.files, "facts", path)
     return path
 
 
@@ -85,18 +86,18 @@ def test_a_scorer_ranks_held_out_rows(art, place):
 
 
 def test_fitting_is_reproducible_and_can_use_a_sample_of_rows(art, place, tmp_path):
-    art.distil(None, tmp_path / "again")
+    distil(art.files, None, tmp_path / "again")
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (place / WEIGHTS).read_bytes()
-    assert art.distil("facts", tmp_path / "few", rows=40).scorer.card.rows == 40
+    assert distil(art.files, "facts", tmp_path / "few", rows=40).scorer.card.rows == 40
 
 
 def test_invalid_inputs_of_fitting_are_refused(art, place, tmp_path):
     with pytest.raises(SettingsError, match="already exists"):
-        art.distil("facts", place)
+        distil(art.files, "facts", place)
     with pytest.raises(SettingsError, match="rows: got 3"):
-        art.distil("facts", tmp_path / "x", rows=3)
+        distil(art.files, "facts", tmp_path / "x", rows=3)
     with pytest.raises(ProtocolError, match=r"target: got \['sky'\]"):
-        art.distil("sky", tmp_path / "x")
+        distil(art.files, "sky", tmp_path / "x")
 
 
 def test_text_of_another_kind_is_marked(art, place):
@@ -172,7 +173,7 @@ def scores_of(out) -> pa.Table:
 
 def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(applying, "BATCH_DOCUMENTS", 7)
-    result = grasp.apply(place, corpus, tmp_path / "out", keep="25%")
+    result = applying.apply(place, corpus, tmp_path / "out", keep="25%")
     table = scores_of(tmp_path / "out")
     expected, _ = Scorer.open(place).score(DOCUMENTS)
     assert result.documents == len(DOCUMENTS)
@@ -183,19 +184,19 @@ def test_every_document_is_scored_by_its_text(place, corpus, tmp_path, monkeypat
     best = np.sort(np.argsort(-expected, kind="stable")[:10])
     assert copied["doc_id"].to_pylist() == [f"d{i}" for i in best]
     assert copied.column_names == ["doc_id", "text", "n"]
-    assert grasp.apply(place, corpus, tmp_path / "out", keep="25%").documents == len(DOCUMENTS)  # all is there
+    assert applying.apply(place, corpus, tmp_path / "out", keep="25%").documents == len(DOCUMENTS)  # all is there
     with pytest.raises(SettingsError, match="kept: already exists"):
-        grasp.apply(place, corpus, tmp_path / "out", keep="50%")
+        applying.apply(place, corpus, tmp_path / "out", keep="50%")
 
 
 def test_json_lines_and_conversations_are_read_like_in_a_build(place, tmp_path):
     write_jsonl(tmp_path / "c.jsonl.gz", [{"id": i, "text": text} for i, text in enumerate(DOCUMENTS)])
-    grasp.apply(place, tmp_path / "c.jsonl.gz", tmp_path / "lines")
+    applying.apply(place, tmp_path / "c.jsonl.gz", tmp_path / "lines")
     np.testing.assert_array_equal(scores_of(tmp_path / "lines")["score"], Scorer.open(place).score(DOCUMENTS)[0])
     assert scores_of(tmp_path / "lines")["row_id"].to_pylist() == [str(i) for i in range(len(DOCUMENTS))]
     turns = [{"role": "user", "content": "water?"}, {"role": "assistant", "content": "salt"}]
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": turns}])
-    grasp.apply(place, tmp_path / "chat.jsonl", tmp_path / "chat")
+    applying.apply(place, tmp_path / "chat.jsonl", tmp_path / "chat")
     assert (
         scores_of(tmp_path / "chat")["score"][0].as_py()
         == Scorer.open(place).score(["user: water? assistant: salt"])[0]
@@ -208,7 +209,7 @@ def test_a_killed_run_resumes_with_the_unfinished_file(place, tmp_path, monkeypa
     corpus = tmp_path / "lines"
     for name in "abc":
         write_jsonl(corpus / f"{name}.jsonl", [{"text": text} for text in DOCUMENTS[:20]])
-    whole = grasp.apply(place, corpus, tmp_path / "whole")
+    whole = applying.apply(place, corpus, tmp_path / "whole")
     out, scored, score = tmp_path / "out", [], Scorer.score
 
     def counting(self, texts):
@@ -220,47 +221,47 @@ def test_a_killed_run_resumes_with_the_unfinished_file(place, tmp_path, monkeypa
 
     monkeypatch.setattr(Scorer, "score", counting)
     with pytest.raises(KeyboardInterrupt):
-        grasp.apply(place, corpus, out)
+        applying.apply(place, corpus, out)
     assert [path.name for path in sorted(out.glob("*.parquet"))] == ["scores-00000.parquet", "scores-00001.parquet"]
-    assert grasp.apply(place, corpus, out).to_arrow().equals(whole.to_arrow())
+    assert applying.apply(place, corpus, out).to_arrow().equals(whole.to_arrow())
     assert len(scored) == 48 + 20  # the third file from its beginning, the first two not again
     for path in out.glob("*.parquet"):
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
-    assert grasp.apply(place, corpus, out).documents == 60
+    assert applying.apply(place, corpus, out).documents == 60
     assert len(scored) == 48 + 20
 
 
 def test_damaged_scores_are_named_and_not_resumed(place, corpus, tmp_path):
-    grasp.apply(place, str(corpus), tmp_path / "scored")
+    applying.apply(place, str(corpus), tmp_path / "scored")
     part = tmp_path / "scored" / "scores-00000.parquet"
     whole = part.read_bytes()
     part.write_bytes(whole[:-20])
-    grasp.apply(place, str(corpus), tmp_path / "scored")  # one that is cut is made again
+    applying.apply(place, str(corpus), tmp_path / "scored")  # one that is cut is made again
     assert part.read_bytes() == whole
     part.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
     with pytest.raises(SettingsError, match=r"scores-00000\.parquet: damaged: .*delete"):
-        grasp.apply(place, str(corpus), tmp_path / "scored")
+        applying.apply(place, str(corpus), tmp_path / "scored")
     part.unlink()
-    assert grasp.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
+    assert applying.apply(place, str(corpus), tmp_path / "scored").documents == len(DOCUMENTS)
 
 
 def test_scores_are_not_written_to_inputs_or_foreign_directories(place, corpus, scorer_copy, tmp_path):
     for out, what in ((corpus / "scored", "is the corpus"), (scorer_copy / "scored", "is the scorer")):
         with pytest.raises(SettingsError, match=f"out: .*, which {what}"):
-            grasp.apply(scorer_copy, str(corpus), out)
+            applying.apply(scorer_copy, str(corpus), out)
         assert not out.exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(SettingsError, match="not empty"):
-        grasp.apply(place, corpus, tmp_path / "mine")
+        applying.apply(place, corpus, tmp_path / "mine")
 
 
 def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
     path, out = tmp_path / "pages.parquet", tmp_path / "out"
     write_parquet(path, [{"doc_id": str(i), "body": text} for i, text in enumerate(DOCUMENTS[:4])])
     with pytest.raises(grasp.GraspError, match="body"):
-        grasp.apply(place, path, out)
-    assert grasp.apply(place, path, out, text_column="body").documents == 4
+        applying.apply(place, path, out)
+    assert applying.apply(place, path, out, text_column="body").documents == 4
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_invalid_documents_and_options_are_refused(place, tmp_path, row, options
         else write_jsonl(tmp_path / "odd.jsonl", [row])
     )
     with pytest.raises(error, match=keyword):
-        grasp.apply(place, path, tmp_path / "out", **options)
+        applying.apply(place, path, tmp_path / "out", **options)
 
 
 def test_the_commands_report_the_quality_of_the_scorer(art, corpus, tmp_path):

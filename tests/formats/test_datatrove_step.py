@@ -3,13 +3,16 @@
 import pickle
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import grasp
+from grasp.distil.distil import distil
 from grasp.distil.scorer import Scorer
+from grasp.errors import CorpusError
 from grasp.pipeline.pipeline import build_artifact
-from grasp.select.export import select_documents
+from grasp.select.export import DocumentSelection, select_documents
 from tests.corpus.world import write_parquet
 from tests.pipeline.world import world
 from tests.select.test_export import build, choose, records, rows_of
@@ -81,9 +84,24 @@ def test_dropped_documents_are_counted_and_can_be_written(selected, tmp_path):
     assert not {line["text"] for line in dropped} & texts
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet"])
+def test_every_file_of_ids_is_read(tmp_path, suffix):
+    names = ("007", "-1", "'a", "b,c", "NA")
+    DocumentSelection(np.ones(5, bool), names, 5, 0, 0).write_ids(tmp_path / f"kept{suffix}")
+    step = SelectedDocuments(str(tmp_path / f"kept{suffix}"))
+    assert [step.filter(Document(text="", id=name)) for name in names] == [True] * 5
+    assert step.filter(Document(text="", id="7")) == (False, "not_selected")
+
+
+def test_a_list_of_rows_is_refused(tmp_path):
+    pq.write_table(pa.table({"row_id": ["a"], "doc_id": ["a"]}), tmp_path / "kept.parquet")
+    with pytest.raises(CorpusError, match=r"kept\.parquet: got the columns row_id, doc_id, expected `name`.*--ids-out"):
+        SelectedDocuments(str(tmp_path / "kept.parquet")).filter(Document(text="", id="a"))
+
+
 def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):
     settings = world(tmp_path)
-    scorer = grasp.open(build_artifact(settings, tmp_path / "art")).distil("facts", tmp_path / "scorer").scorer
+    scorer = distil(grasp.open(build_artifact(settings, tmp_path / "art")).files, "facts", tmp_path / "scorer").scorer
     texts = ["water and salt", "", "stone, iron, wind", "star"]
     documents = [Document(text=text, id=str(i)) for i, text in enumerate(texts)]
     expected, _ = Scorer.open(tmp_path / "scorer").score(texts)

@@ -46,7 +46,7 @@ def read(root, **options):
 
 def of(runs, metric):
     lines = runs.results.to_pylist()
-    return {line["run"]: line["value"] for line in lines if line["metric"] == metric}
+    return {line["subset_id"]: line["utility"] for line in lines if line["target"] == metric}
 
 
 TASKS = {"sciq": 0.25, "arc_easy": 0.5, "piqa": 0.75}

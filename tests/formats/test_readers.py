@@ -36,7 +36,7 @@ task = Reader(
     lambda name, variant, loss_on: [Unit("riddles:0", name, "p", "c", loss_on)],
 )
 recipe = Reader(
-    lambda fields: "it has `pace`" * ("pace" in fields), lambda fields, where: {"learning_rate": fields["pace"]}
+    lambda fields: "it has `pace`" * ("pace" in fields), lambda fields: {"learning_rate": fields["pace"]}
 )
 run_table = Reader(
     lambda table: "a column" * ("who" in table.column_names),

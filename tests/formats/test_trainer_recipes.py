@@ -100,7 +100,7 @@ def test_every_epoch_visits_every_row_once():
         ({"loraplus_lr_ratio": 16}, ModelError, "loraplus_lr_ratio"),
         ({"learning_rat": 1e-4}, SettingsError, "unknown field learning_rat; did you mean learning_rate?"),
         ({"training_args": {"max_epochs": 3}}, SettingsError, "max_epochs; did you mean num_epochs"),
-        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, ModelError, "loss_type is set to \\['ipo'\\]"),
+        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, ModelError, "loss_type is set to \\['ipo'\\].*'sigmoid'"),
         ({"rl": "dpo", "dpo_label_smoothing": 0.3}, ModelError, "label_smoothing is set to 0.3"),
         ({"trl": {"sync_ref_model": True}}, ModelError, "sync_ref_model is set to True"),
         ({"stage": "dpo", "pref_loss": "simpo"}, ModelError, "loss_type is set to 'simpo'"),

@@ -216,7 +216,7 @@ def test_axolotl_has_the_same_loss_by_templates_that_change_the_last_turn(tmp_pa
     words = ["what is water?", "<think>\nhm\n</think>\n\nwater is wet.", "and?", "<think>\nso\n</think>\n\nit burns. "]
     messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(words)]
     theirs = strategy.tokenize_prompt({"messages": messages})
-    chat = wrapped.render(conversation_in({"messages": messages}, "here"))
+    chat = wrapped.render(conversation_in({"messages": messages}))
     (ours,) = encode_texts([ModelText(chat.text, chat.spans, "chat")], wrapped)
     assert ours.ids.tolist() == theirs["input_ids"]
     assert ours.loss_mask.tolist() == [label != -100 for label in theirs["labels"]]

@@ -37,7 +37,7 @@ from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import INFO, RESULTS, TRAINED, RunTable
+from grasp.runs.training_runs import INFO, SUBSETS, UTILITIES
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
 from grasp.targets import load_units
@@ -219,8 +219,8 @@ def read_scorer(path: Path) -> None:
     str(Scorer.open(path).score(["one two", ""]))
 
 
-def read_run_table(path: Path) -> None:
-    grasp.mix_runs(RunTable.open(path))
+def read_imported(path: Path) -> None:
+    grasp.mix_runs(grasp.open_runs(path))
 
 
 TABLES = ("moments.safetensors", "rows.parquet", "units.parquet", "shards/00002.parquet")
@@ -230,7 +230,7 @@ STORES = {
     "art": (MANIFEST, (MANIFEST, *TABLES), everything),
     "env": ("environment.json", ("environment.json", "subsets.parquet", "utilities.parquet"), read_environment),
     "scorer": (CARD, (CARD, WEIGHTS), read_scorer),
-    "runs": (INFO, (INFO, TRAINED, RESULTS), read_run_table),
+    "runs": (INFO, (INFO, SUBSETS, UTILITIES), read_imported),
 }
 
 

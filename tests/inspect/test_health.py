@@ -11,16 +11,21 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, RunsError, SettingsError
 from grasp.inspect import health as checking
-from grasp.inspect.health import check
+from grasp.inspect.health import SampledArtifact, check
 from grasp.inspect.rescoring import (
     features_one_by_one,
     reopen_source,
     sample_features,
     sample_rows,
-    subset_weights_in_sample,
 )
 from grasp.kernels.whitening import Whitener, second_moments
-from grasp.paper.sketch_checks import MIN_RANK_CORRELATION, WIDTH_SETTINGS, ExactKernels
+from grasp.paper.sketch_checks import (
+    MIN_RANK_CORRELATION,
+    WIDTH_SETTINGS,
+    ExactKernels,
+    residuals_of,
+    sample_weights,
+)
 from grasp.pipeline.pipeline import build_artifact
 from grasp.runs.alignment import Alignment
 from grasp.settings import build_settings
@@ -66,9 +71,15 @@ def test_stored_features_equal_those_of_the_model(plain, with_features):
     half = 2**-11  # the digits of float16
     for mine, exact in ((ours.batch, theirs.batch), (ours.batch.summary_batch, theirs.batch.summary_batch)):
         np.testing.assert_allclose(mine.hidden_PH, exact.hidden_PH, rtol=2 * half, atol=1e-5)
-    assert abs(ours.residual_PV - theirs.residual_PV).max() < 2 * half
-    np.testing.assert_allclose(ours.hidden_NH, theirs.hidden_NH, atol=half * float(theirs.batch.hidden_PH.abs().max()))
-    np.testing.assert_allclose(ours.residual_NV.toarray(), theirs.residual_NV.toarray(), atol=half)
+    assert abs(residuals_of(ours.batch) - residuals_of(theirs.batch)).max() < 2 * half
+    np.testing.assert_allclose(
+        ours.batch.summary.hidden_NH,
+        theirs.batch.summary.hidden_NH,
+        atol=half * float(theirs.batch.hidden_PH.abs().max()),
+    )
+    np.testing.assert_allclose(
+        ours.batch.summary.residual_NV.toarray(), theirs.batch.summary.residual_NV.toarray(), atol=half
+    )
 
 
 ALL = rule(name="all", match={"output_layer": 1.0, "pooled": 0.3}, components={"joint.pair": -0.1})
@@ -196,13 +207,13 @@ def test_the_share_is_measured_in_the_coordinates_of_the_token_kernel(plain):
     whitener = Whitener.fit(second_moments(plain.moments, "hidden"), tau=0.01, alpha=1.0, epsilon=0.3)
     at, root = features.batch, np.sqrt(whitener.precondition_V)
     hidden = (at.hidden_PH.numpy() - whitener.mean_H) @ whitener.map_HH
-    residual = features.residual_PV.toarray() * root
+    residual = residuals_of(features.batch).toarray() * root
     shares = []
     for i in range(len(index)):
         mine = at.row_P.numpy() == i
         whole = np.einsum("th,tv->hv", hidden[mine], residual[mine]) / mine.sum()
-        summary_hidden = (features.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
-        summary = np.outer(summary_hidden, features.residual_NV[[i]].toarray()[0] * root)
+        summary_hidden = (features.batch.summary.hidden_NH[i] - whitener.mean_H) @ whitener.map_HH
+        summary = np.outer(summary_hidden, features.batch.summary.residual_NV[[i]].toarray()[0] * root)
         shares.append((whole * summary).sum() ** 2 / ((whole**2).sum() * (summary**2).sum()))
     assert ExactKernels.from_artifact(plain, features).summary_share == pytest.approx(np.mean(shares), rel=1e-5)
 
@@ -258,18 +269,21 @@ def test_subsets_and_ranking_of_retraining_runs_are_measured(tmp_path, monkeypat
     art = write_artifact(tmp_path / "art")
     env = write_environment(tmp_path / "env", art, lambda b, seed, target: float(b))
     health = check(art, rows=60, subsets=12, runs=env)
-    assert "12 subsets of env" in health.notes[0]
     stable = [finding for finding in health.checks if finding.name.startswith("ranking stability, ")]
     assert {finding.name for finding in stable} == {"ranking stability, sciq", "ranking stability, pooled"}
     assert all(0 <= finding.numbers["accuracy"] <= 1 for finding in stable)
 
     index = sample_rows(art, 60, seed=0)
-    weights = subset_weights_in_sample(art, env, index, 12)
+
+    def weights_of(rows, subsets):
+        return sample_weights(SampledArtifact(art, rows, GraspError(""), GraspError(""), env, subsets, seed=0))
+
+    weights = weights_of(index, 12)
     masks = np.concatenate([block.weights_BN.toarray() for block in Alignment.from_runs(env, art).blocks])
     for mine, mask in zip(weights, masks, strict=False):
         np.testing.assert_allclose(mine, mask[index] / mask[index].sum())
     with pytest.raises(RunsError, match=r"\b1 of the sample"):
-        subset_weights_in_sample(art, env, np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
+        weights_of(np.flatnonzero(masks[:3].sum(axis=0) < 2)[:1], 3)
 
 
 def test_an_image_classifier_is_checked_in_the_same_way(tmp_path):

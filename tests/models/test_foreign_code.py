@@ -8,7 +8,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
-from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import ModelSettings, TargetSettings, build_settings, without_foreign_code
 from tests.cli.grasp_command import refused, succeed
@@ -63,7 +63,7 @@ def test_a_target_is_added_with_the_code_that_the_user_names(images, tmp_path):
     art = shutil.copytree(images / "art", tmp_path / "art")
     command = ("build", "--out", art, "--add-target", images / "more.parquet")
     with pytest.raises(SettingsError, match=r"--set model\.classifier\.factory="):
-        add_target(art, TargetSettings(names=(str(images / "more.parquet"),)))
+        add_targets(art, TargetSettings(names=(str(images / "more.parquet"),)))
     assert "art/manifest.json: model.classifier.factory" in refused(*command)
     assert "corpus" in refused(*command, "--set", "corpus.limit=3")
     succeed(*command, "--set", "model.classifier.factory=tests.vision.images_world:TinyNet")

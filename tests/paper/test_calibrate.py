@@ -16,7 +16,6 @@ from grasp.paper.candidates import (
     Candidate,
     ComponentSettings,
     ProtocolFamily,
-    candidate_of,
     default_family,
     load_family,
 )
@@ -39,6 +38,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
+from tests.rules import candidate_of
 from tests.runs.worlds import info
 
 N_ROWS = 40

@@ -48,7 +48,7 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
     masks, chance = every_subset(how[0])
     sums, totals, weight_sums = summed(masks, sketch_ND)
     every = sums.geometry(weight_sums, totals, side, weighting)
-    pairs = PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND[:2]).plus(sketch_ND[2:])
+    pairs = PairSums.of([sketch_ND[:2], sketch_ND[2:]], sketch_ND.mean(axis=0))
     wanted = [
         (
             relevance_moments(StreamingMoments.from_blocks([(0, relevance_NE)]), *how),
@@ -69,7 +69,7 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
 def test_closed_forms_of_pairs_need_no_four_rows(n_rows):
     sketch_ND = np.random.default_rng(1).standard_normal((n_rows, 2))
     got = pair_moments(
-        PairSums.empty(sketch_ND.mean(axis=0)).plus(sketch_ND), "raw", parse_family("uniform:0.4"), "retained", "mean"
+        PairSums.of([sketch_ND], sketch_ND.mean(axis=0)), "raw", parse_family("uniform:0.4"), "retained", "mean"
     )
     raw_B = (sketch_ND**2).sum(axis=1)  # round(0.4 n) is 1 at most: every subset is one row
     assert got.mean_C[0] == pytest.approx(raw_B.mean())

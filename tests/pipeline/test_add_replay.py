@@ -18,7 +18,8 @@ from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT
 from grasp.pipeline.add_replay import NEW_MODEL_NOTE
-from grasp.pipeline.build import add_replay, add_targets, build
+from grasp.pipeline.add_targets import add_targets
+from grasp.pipeline.build import add_replay, build
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.merge import merge
 from grasp.pipeline.replay_plan import make_trainable

@@ -13,7 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grasp.artifact.inspection import verify
 from grasp.errors import ArtifactError, CorpusError, ModelError, SettingsError, TargetError
-from grasp.pipeline.build import add_targets, build
+from grasp.pipeline.add_targets import add_targets
+from grasp.pipeline.build import build
+from grasp.pipeline.build_plan import output_location, plan_build
+from grasp.pipeline.inputs import ON_DISK
+from grasp.settings import ReplaySettings
 from grasp.targets.load import split_names
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
@@ -133,6 +137,7 @@ def test_settings_derived_from_the_model_are_in_the_manifest(root, tmp_path, set
         ({"targets": [{"text": "x"}]}, TargetError, "targets, unit 0: .*text"),
         ({"model": object()}, SettingsError, "model.path:.*object"),
         ({"model": None, "train": "further"}, SettingsError, "missing --model"),
+        ({"model": None, "targets": None}, SettingsError, r"missing --targets \(targets.names\);"),
         ({"out": ""}, SettingsError, "missing --out|--out: missing"),
     ],
 )
@@ -142,6 +147,23 @@ def test_invalid_inputs_are_refused_in_one_line(root, tmp_path, changes, error, 
     with pytest.raises(error, match=message) as caught:
         build(**{**inputs, "out": tmp_path / "art", **changes})
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_has_typed_settings_and_says_whether_a_model_is_trained_first(root, tmp_path):
+    world(root)
+    inputs = {"corpus": {"path": str(root / "corpus.jsonl")}, "targets": {"names": [str(root / "facts.jsonl")]}}
+    output = output_location(tmp_path / "art")
+    plan = plan_build(dict(inputs), output)
+    assert plan.trains_proxy
+    assert plan.settings.model.path == str(tmp_path / "art" / "model")
+    assert (plan.settings.train, plan.replay, plan.in_memory) == ("new", None, ON_DISK)
+    plan = plan_build(dict(inputs), output, root / "model", targets=records(root / "facts.jsonl"), replay=True)
+    assert not plan.trains_proxy
+    assert plan.replay == ReplaySettings()
+    assert len(plan.in_memory.units) == 6
+    (name,) = plan.settings.targets.names
+    assert name.startswith("in memory, ")
+    assert not (tmp_path / "art").exists()
 
 
 def test_a_model_without_its_tokenizer(root, tmp_path, settings):

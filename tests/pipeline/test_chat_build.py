@@ -17,7 +17,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
 from grasp.corpus.row_store import RowStore
 from grasp.models.build_source import BuildSource, load_reference
-from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, TargetSettings, build_settings
@@ -102,7 +102,7 @@ def test_an_added_target_has_the_relevance_of_a_joint_build(chat, tmp_path):
     names = (*settings.targets.names, str(write_targets(root / "more.jsonl", "more", 4, seed=5)))
     build_artifact(changed(settings, targets={"names": names}), tmp_path / "joint")
     build_artifact(settings, tmp_path / "art")
-    assert add_target(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
+    assert add_targets(tmp_path / "art", TargetSettings(names=names[1:], max_length=64)) == "pass"
     actual, expected = (arrays(tmp_path / name)["relevance_output_layer"] for name in ("art", "joint"))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 

@@ -10,7 +10,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
 from grasp.pipeline import leaks
-from grasp.pipeline.build import add_targets
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact

@@ -10,7 +10,7 @@ from grasp.errors import SettingsError, TargetError
 from grasp.inspect.explain import Explainer
 from grasp.models.build_source import BuildSource
 from grasp.models.unit_loss import evaluate_units
-from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import parse_protocol
@@ -83,7 +83,7 @@ def test_predictions_explanations_and_provenance_of_margins(built):
 
 def test_a_margin_is_added_to_an_artifact_with_losses(built, root, tmp_path):
     shutil.copytree(root / "art-each", tmp_path / "art")
-    add_target(tmp_path / "art", TargetSettings(names=(str(root / "quiz.jsonl") + "@margin",), max_length=64))
+    add_targets(tmp_path / "art", TargetSettings(names=(str(root / "quiz.jsonl") + "@margin",), max_length=64))
     artifact = ArtifactReader.open(tmp_path / "art")
     assert artifact.targets == ("each", "quiz@margin")
     assert [unit.metric for unit in BuildSource(artifact).units.units[-3:]] == ["margin"] * 3

@@ -14,8 +14,9 @@ import grasp
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
+from grasp.distil.distil import distil
 from grasp.errors import ArtifactError, ModelError, SettingsError
-from grasp.pipeline.build import add_targets
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
@@ -112,7 +113,7 @@ def test_other_functions_work_on_a_merged_artifact_and_its_files_are_valid(parts
     [
         lambda merged, place: merged.select("30%", "facts").export(place / "kept"),
         lambda merged, place: merged.explain("facts", "row-3"),
-        lambda merged, place: merged.distil("facts", place / "scorer"),
+        lambda merged, place: distil(merged.files, "facts", place / "scorer"),
         lambda merged, place: add_targets(merged.path, str(write_targets(place.parent / "more.jsonl", "more"))),
     ],
 )

@@ -51,7 +51,7 @@ def stored(tmp_path, records, max_length):
 
 @pytest.mark.parametrize(("record", "prompt", "chosen", "rejected"), FORMS.values(), ids=FORMS)
 def test_pairs_of_every_form(record, prompt, chosen, rejected):
-    content = read_preference_pair(record, "here")
+    content = read_preference_pair(record)
     for side, answer in ((content, chosen), (content.rejected, rejected)):
         if isinstance(prompt, str):
             ((start, stop),) = side.answers
@@ -76,8 +76,8 @@ def test_pairs_of_every_form(record, prompt, chosen, rejected):
     ],
 )
 def test_a_pair_without_a_side_is_refused_in_one_line(record, message, tmp_path):
-    with pytest.raises(CorpusError, match=f"^here: {message}") as caught:
-        read_preference_pair(record, "here")
+    with pytest.raises(CorpusError, match=f"^{message}") as caught:
+        read_preference_pair(record)
     assert "\n" not in str(caught.value)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(record))

@@ -7,7 +7,8 @@ from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import CorpusError, TargetError
 from grasp.pipeline import proxy
-from grasp.pipeline.build import add_targets, build
+from grasp.pipeline.add_targets import add_targets
+from grasp.pipeline.build import build
 from grasp.pipeline.forecast import forecast
 from grasp.training.fine_tuning_recipe import default_proxy_recipe
 from tests.faults import Killed, raising

@@ -12,7 +12,7 @@ from grasp.errors import EngineError, MissingExtraError, ModelError
 from grasp.pipeline import ray_cluster as cluster
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec, connected
-from grasp.progress import Silent
+from grasp.progress import Progress
 from tests.cli.grasp_command import arrays
 from tests.pipeline.test_chat_build import chat_settings
 from tests.pipeline.test_pipeline import assert_same, with_broken_model
@@ -40,7 +40,7 @@ class Stop(Exception):
     pass
 
 
-class StopsAfter(Silent):
+class StopsAfter(Progress):
     def __init__(self, shards: int) -> None:
         self.left, self.name, self.stages = shards, "", []
 
@@ -92,7 +92,7 @@ def test_a_build_resumes_on_another_engine(spec, root, built, tmp_path, order):
 
 
 def test_a_killed_worker_loses_only_the_shard_that_it_had(spec, root, built, tmp_path):
-    class Killer(Silent):
+    class Killer(Progress):
         def __init__(self):
             self.killed, self.forward = [], False
 

@@ -13,7 +13,7 @@ from grasp.distil.ngrams import LENGTHS, SLOTS
 from grasp.distil.scorer import Scorer
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays
 from tests.corpus.world import write_parquet
@@ -44,7 +44,7 @@ def replace_second(nodes) -> None:
     nodes.second = nodes.add_node(num_cpus=1)
 
 
-class Replaces(Silent):
+class Replaces(Progress):
     def __init__(self, nodes) -> None:
         self.nodes, self.forward, self.done = nodes, False, False
 
@@ -71,11 +71,11 @@ import sys, time
 from pathlib import Path
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.settings import BuildSettings
 from grasp.yaml_files import read_yaml
 
-class Stops(Silent):
+class Stops(Progress):
     forward = False
     def stage(self, name, *, rows, tokens):
         self.forward = name == "rows scored"

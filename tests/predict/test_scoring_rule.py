@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grasp.api.evaluate import additive_methods
-from grasp.errors import ProtocolError
+from grasp.errors import ProtocolError, SettingsError
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, load_protocol, save_protocol
 from tests.mentions import assert_mentions
@@ -164,7 +164,7 @@ def test_a_missing_kernel_is_named():
 def test_files_that_are_not_protocols(tmp_path, text, message):
     if text is not None:
         (tmp_path / "p.yaml").write_text(text)
-    with pytest.raises(ProtocolError, match=message):
+    with pytest.raises(SettingsError, match=message):
         load_protocol(tmp_path / "p.yaml")
 
 

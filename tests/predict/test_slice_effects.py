@@ -197,5 +197,4 @@ def test_a_label_that_is_a_list_gives_slices_that_overlap(components):
 def test_a_label_that_is_not_a_list_has_no_overlapping_slices():
     assert list_slices(COLUMN, TOKENS) is None
     assert list_slices(LabelColumn.from_values(["[1]", "[2]"]), TOKENS[:2]) is None
-    with pytest.raises(SubsetError, match="the same elements"):
-        list_slices(LabelColumn.from_values(['["a"]', '["a"]']), TOKENS[:2])
+    assert list_slices(LabelColumn.from_values(['["a"]', '["a"]']), TOKENS[:2]) is None  # in every row

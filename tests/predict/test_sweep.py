@@ -1,4 +1,4 @@
-"""Every way to sum W @ X gives the same result within its tolerance; torch is not loaded for small jobs."""
+"""Every way to sum W @ X gives the same result within its tolerance, without torch."""
 
 import itertools
 import subprocess
@@ -9,14 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from grasp.predict import sweep_torch
-from grasp.predict import weights as row_sums
 from grasp.predict.weights import PackedMasks, RowSums, Weights, sums_over
 from tests.predict.test_weights import forms
 from tests.rounding import rounding
-
-# What torch adds up in float32 is 128 numbers at most: equal ones, the worst, lose a quarter of 128 roundings.
-CLOSE = sweep_torch.PIECE / 4 * 2**-24 + 2**-24
 
 
 def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
@@ -33,25 +28,14 @@ def job(seed, n=300, width=40, b=7, share=0.1, *, plain=True):
     share=st.sampled_from([0.0, 0.005, 0.1]),  # no entries, fewer than rows, and more
     half=st.booleans(),
 )
-def test_torch_and_entries_agree_with_a_loop(seed, plain, width, share, half):
+def test_entries_agree_with_a_loop(seed, plain, width, share, half):
     weights_BN, values_NC = job(seed, width=width, plain=plain, share=share)
     values_NC = values_NC.astype(np.float16) if half else values_NC  # is widened before it is added up
     want = np.array([sum(w * values_NC[i].astype(float) for i, w in enumerate(row)) for row in weights_BN.toarray()])
-    bound = CLOSE * (abs(weights_BN) @ abs(values_NC.astype(float)))
-    for got in (sweep_torch.sums(values_NC, weights_BN), RowSums.over(values_NC).sums(Weights(weights_BN))):
-        assert got.dtype == np.float64
-        assert (abs(got - want) <= bound + 1e-300).all()
-    assert sweep_torch.sums(values_NC, weights_BN[:0]).shape == (0, width)
-
-
-def test_large_jobs_are_gathered_by_torch(monkeypatch):
-    weights_BN, values_NC = job(0)
-    requested, real = [], sweep_torch.sums
-    monkeypatch.setattr(sweep_torch, "sums", lambda *job: requested.append(1) or real(*job))
-    for large, calls in ((weights_BN.nnz * 40 + 1, 0), (weights_BN.nnz * 40, 1)):
-        monkeypatch.setattr(row_sums, "MIN_TORCH_WORK", large)
-        RowSums.over(values_NC).sums(Weights(weights_BN))
-        assert len(requested) == calls
+    got = RowSums.over(values_NC).sums(Weights(weights_BN))
+    assert got.dtype == np.float64
+    bound = rounding(len(values_NC), dtype=np.float64) * (abs(weights_BN) @ abs(values_NC.astype(float)))
+    assert (abs(got - want) <= bound + 1e-300).all()
 
 
 def test_the_core_loads_no_torch():
@@ -84,16 +68,6 @@ def test_every_form_sums_to_the_float64_reference(seed, cut):
         for got in results:
             assert got.dtype == np.float64
             assert (abs(got - want) <= bound).all()
-
-
-def test_long_subsets_keep_their_digits():
-    """A float32 sum of a million equal numbers would be off by a tenth of a percent."""
-    values_NC = np.full((1 << 20, 1), 0.1, dtype=np.float32)
-    weights_BN = csr_array(np.ones((2, 1 << 20)))
-    weights_BN[[0], : (1 << 19)] = 0.0
-    weights_BN.eliminate_zeros()
-    got = sweep_torch.sums(values_NC, weights_BN)
-    np.testing.assert_allclose(got[:, 0], weights_BN.sum(axis=1) * np.float64(np.float32(0.1)), rtol=CLOSE)
 
 
 def test_unions_of_slices_read_the_values_once():

@@ -82,3 +82,18 @@ def test_rows_are_sorted_by_effect(artifact):
     np.testing.assert_allclose(ranked["effect"], np.sort(effect_N)[::-1], atol=1e-6)
     worst = score(artifact, "sciq", top=0, bottom=3).to_pandas()
     assert worst["row_id"].tolist() == [f"r{i}" for i in np.argsort(effect_N, kind="stable")[:3]]
+
+
+def test_a_label_named_effect_is_kept_under_another_name(tmp_path):
+    rows = FAKE.table.append_column("loss", pa.array(np.ones(40, np.float32)))
+    rows = rows.set_column(rows.column_names.index("n_tokens"), "n_tokens", rows["n_tokens"].cast(pa.int32()))
+    for name in ("effect", "effect_"):
+        rows = rows.append_column(name, pa.array([f"{name}{i}" for i in range(40)]))
+    units = [Unit(f"u{i}", target, "", "x") for i, target in enumerate(FAKE.unit_targets)]
+    artifact = write_arrays(
+        tmp_path / "art", FAKE.arrays, rows, units, 16, settings={"features": FAKE.feature_settings}
+    )
+    ranked = score(artifact, "sciq").to_pandas().set_index("row_id")
+    assert ranked.loc["r7", "effect__"] == "effect7"
+    assert ranked.loc["r7", "effect_"] == "effect_7"
+    assert ranked["effect"].dtype == float

@@ -268,7 +268,7 @@ def test_killed_in_the_middle_another_worker_takes_over(inputs, whole, tmp_path)
 
 
 def test_a_worker_trains_free_runs_and_waits_for_locked_ones(inputs, whole, tmp_path, monkeypatch):
-    env = module.prepare(settings(inputs), tmp_path / "env", module._ignore_status)
+    env = module.prepare(settings(inputs), tmp_path / "env", lambda _: None)
     _, lease = env.claim()
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 

@@ -15,7 +15,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.training_runs import FamilyInfo, RetrainedRunsInfo, TargetInfo
+from grasp.runs.training_runs import FamilyInfo, RunsInfo, TargetInfo
 from grasp.targets import Unit
 from grasp.targets.units import UnitSet
 
@@ -95,7 +95,7 @@ def begin_environment(
     }
     fingerprint = artifact.manifest.fingerprints["corpus"]
     fields = {"role": "dev", "recipe": "tiny", "family": spec, "targets": targets, "corpus_fingerprint": fingerprint}
-    record = RetrainedRunsInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
+    record = RunsInfo(**fields | info, n_rows=rows.n_rows, subset_ids=(), masks_checksum="", reference=False)
     return RetrainedRuns.create(path, record, blocks, rows), blocks
 
 

@@ -211,7 +211,7 @@ def test_evaluated_predictions_equal_those_of_predict(tmp_path):
 def test_runs_that_lack_seeds_are_averaged(artifact):
     runs, _ = imported()
     extra = runs.results.slice(0, 1).set_column(1, "seed", pa.array([1], pa.int64()))
-    results = pa.concat_tables([runs.results, extra.set_column(4, "value", pa.array([0.3]))])
+    results = pa.concat_tables([runs.results, extra.set_column(7, "utility", pa.array([0.3]))])
     predictor = bind_runs(artifact, RunTable.from_results("uneven", runs.info, runs.trained, results))
     assert predictor.utilities().values_BSE.shape == (30, 1, 1)
     assert np.isnan(predictor.task_utilities(["sciq"])).sum() == 29
@@ -307,7 +307,7 @@ def test_runs_of_another_corpus_are_refused_with_the_missing_values(artifact):
         (imported(metric="arc/acc")[0], "metrics arc/acc.*targets sciq, boolq"),
         (misspelled, r"unknown column 'opic' \(did you mean 'topic'\?\).*again with --label"),
         (imported(n=1)[0], r"got 1 different subset\(s\) in 1 run\(s\)"),
-        (strange, "1 rows or documents are not in the artifact: nowhere"),
+        (strange, r"subset 'b' names 1 rows that the corpus does not have, e\.g\. \['nowhere'\]"),
     ):
         with pytest.raises(RunsError, match=pattern):
             fit_outcomes(Predictor.from_artifact(artifact, PROTOCOL), artifact, runs)

@@ -61,9 +61,21 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
     np.testing.assert_allclose(small.utility_RST()[:, :, 0], [[-2.0, -3.0]])
     table = pa.table({name: [line[k] for line in lines[1:]] for k, name in enumerate(head)})
     pq.write_table(table, tmp_path / "w.parquet")
+    assert runs.results["tokens"].to_pylist() == [1e9] * 3
+    assert runs.results["params"].null_count == 3
     reopened = grasp.import_runs(tmp_path / "w.parquet", label="topic", metrics=["loss"], columns=["w_*"])
     assert reopened.trained.equals(runs.trained)
     assert reopened.results.equals(runs.results)
+
+
+def test_parameters_and_tokens_of_a_run_are_stored(tmp_path):
+    lines = [[*line, f"{k}e6", 2e9 * k] for k, line in enumerate(LOSSES)]
+    lines[0][-2:] = ["params", "train_tokens"]
+    read(tmp_path, losses=lines, out=tmp_path / "runs")
+    runs = grasp.open_runs(tmp_path / "runs")
+    of_run = {line["subset_id"]: (line["params"], line["tokens"]) for line in runs.results.to_pylist()}
+    assert of_run == {"a": (1e6, 2e9), "b": (2e6, 4e9), "c": (3e6, 6e9)}
+    assert len(runs.sizes) == 3  # without another column, the parameters are the size
 
 
 def test_sizes_are_compared_by_their_ranking_of_common_runs():
@@ -179,9 +191,9 @@ def test_shares_and_percent_of_one_metric_are_refused(tmp_path):
     ids=["run: list", "run: bytes", "run: null", "row_id: list", "weight: text", "weight: list"],
 )
 def test_columns_of_another_type_are_refused(tmp_path, columns):
-    pq.write_table(pa.table(columns), tmp_path / "trained.parquet")
+    pq.write_table(pa.table(columns), tmp_path / "subsets.parquet")
     with pytest.raises(RunsError, match=r"(column|cells) .*(names|type)"):
-        grasp.import_runs(tmp_path / "trained.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
+        grasp.import_runs(tmp_path / "subsets.parquet", pa.table({"run": ["a"], "loss": [1.0]}))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"results": {"sciq": {"acc": 1%s}}}' % ("0" * 400)])
@@ -193,33 +205,33 @@ def test_invalid_harness_results_are_refused(tmp_path, text):
 
 
 def signed_again(path, **changes):
-    """Rewrite runs.json with a valid checksum, as its owner could."""
-    raw = json.loads((path / "runs.json").read_text()) | {"checksum": UNSIGNED}
+    """Rewrite environment.json with a valid checksum, as its owner could."""
+    raw = json.loads((path / "environment.json").read_text()) | {"checksum": UNSIGNED}
     raw["files"] = {name: entry_of(path / name).model_dump() for name in raw["files"]}
-    (path / "runs.json").write_bytes(with_checksum(json.dumps(raw | changes, indent=1).encode()))
+    (path / "environment.json").write_bytes(with_checksum(json.dumps(raw | changes, indent=1).encode()))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"metrics": {}}, "metric 'acc' is missing"),
+        ({"metrics": {"acc": "higher"}}, "metric 'val_loss/sciq' is missing"),
         ({"label": None}, "label: missing, expected one for shares"),
-        ({"files": {}}, "lists no trained.parquet"),
+        ({"files": {}}, "lists no subsets.parquet"),
         ({"files": {"../../x": {"bytes": 1, "checksum": ""}}}, "files.../../x"),
         ({"kind": "code"}, "kind: Input should be"),
-        ({}, "a column has the wrong type"),
+        ({}, "cannot be read as Parquet: "),
     ],
 )
 def test_untrusted_runs_are_validated(tmp_path, changes, message):
     read(tmp_path, out=tmp_path / "runs")
     if not changes:
-        pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "results.parquet")
+        pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "utilities.parquet")
     signed_again(tmp_path / "runs", **changes)
     with pytest.raises(RunsError, match=re.escape(message)):
         grasp.open_runs(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("name", ["runs.json", "trained.parquet", "results.parquet"])
+@pytest.mark.parametrize("name", ["environment.json", "subsets.parquet", "utilities.parquet"])
 def test_a_flipped_bit_in_stored_runs_is_found(tmp_path, name):
     read(tmp_path, out=tmp_path / "runs")
     whole = (tmp_path / "runs" / name).read_bytes()
@@ -268,6 +280,8 @@ def test_what_shares_are_shares_of_is_stored(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
+    with pytest.raises(RunsError, match="none: no such file or directory"):
+        grasp.open_runs(tmp_path / "none")
     with pytest.raises(RunsError, match="no such file"):
         grasp.import_runs(tmp_path / "none.csv", label="x")
     (tmp_path / "wide.csv").write_bytes("run,gr\xf6\xdfe\nfirst,2.5\n".encode("latin-1"))  # as a spreadsheet may

@@ -5,7 +5,7 @@ import numpy as np
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.training_runs import FamilyInfo, RetrainedRunsInfo, TargetInfo
+from grasp.runs.training_runs import FamilyInfo, RunsInfo, TargetInfo
 
 ROWS = RowIndex.from_ids([f"row-{i}" for i in range(30)])
 FAMILY = FamilyInfo(spec="uniform:0.5", seed=3, purpose="evaluation")
@@ -16,7 +16,7 @@ def blocks(n_subsets=4, n_rows=30):
 
 
 def info(**changes):
-    plain = RetrainedRunsInfo(
+    plain = RunsInfo(
         role="dev",
         recipe="tiny",
         recipe_settings={"steps": 3},

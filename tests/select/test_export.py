@@ -279,7 +279,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     first_N = np.arange(long.n_rows) == 0
     assert len(select_documents(rows_of(long), first_N, "any").names) == 1
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    selection = DocumentSelection(np.ones(1, bool), ("a\nb",), (0,), 1, 0, 0)
+    selection = DocumentSelection(np.ones(1, bool), ("a\nb",), 1, 0, 0)
     for message, attempt in (
         ("has half of its tokens", lambda: select_documents(rows_of(long), first_N, "half")),
         ("has all of its tokens", lambda: select_documents(rows_of(long), first_N, "all")),

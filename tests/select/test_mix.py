@@ -227,8 +227,8 @@ def test_the_weights_that_are_written_predict_the_same(tmp_path):
     ("options", "message"),
     [
         ({"floors": ["30%"]}, "the floors add up to 120.0%"),
-        ({"caps": ["20%"]}, "caps.* add up to 80.0%"),
-        ({"floors": ["games:30%"], "caps": ["games:20%"]}, "games has a floor of 30.0% and a cap of 20"),
+        ({"caps": ["20%"]}, r"the caps \(with --max-repeat\) to 80.0%"),
+        ({"floors": ["games:30%"], "caps": ["games:20%"]}, "games has a floor of 30.0% and at most 20.0%"),
         (
             {"floors": ["games:90%"], "distance": "10%"},
             r"games.*distance.*10\.0%",

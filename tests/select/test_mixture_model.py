@@ -263,7 +263,7 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ({"cap": "10%"}, r"floors add up to 0.0%, caps to 30.0%"),
+        ({"cap": "10%"}, r"the floors add up to 0.0%, the caps \(with --max-repeat\) to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
         ({"floor": "games:500"}, r"floor games: got a number, expected a share"),
         ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),

@@ -289,3 +289,27 @@ def test_whole_documents_fill_a_budget_in_tokens_or_rows(budget):
     assert used <= amount
     assert all(used + of[d] > amount for d in set(range(20)) - retained)  # no other one fits
     assert ("only" in got.headline) == (used < 0.98 * amount)
+
+
+def test_a_budget_that_looks_like_a_share_gives_a_note():
+    source = World(n_rows=2_000)
+    first = {budget: selected(source, protocol(), budget).notes[0] for budget in ("20", 20, "20%", "20rows", "21")}
+    assert first["20"] == first[20] == "budget: 20 is read as rows, 1.00% of the corpus; for 20 %, pass 20%"
+    assert not any(first[budget].startswith("budget:") for budget in ("20%", "20rows", "21"))
+
+
+@pytest.mark.parametrize("documents", [None, "all"])
+def test_a_selection_beyond_the_rows_above_average_recommends_a_smaller_one(documents):
+    source, kind = World(), "documents" if documents else "rows"
+    got = selected(source, protocol(), "80%", documents=documents)
+    above = got.facts.above_average
+    count = "16" if documents else "32"
+    assert 0 < above < int(count)
+    assert got.notes[0] == (
+        f"only {above} of the {got.facts.candidates} candidate {kind} are above the corpus average, but {count} are "
+        f"selected: --budget {above}{kind} leaves out the others"
+    )
+    smaller = selected(source, protocol(), f"{above}{kind}", documents=documents)
+    assert not any(note.startswith("only") for note in smaller.notes)
+    assert smaller.row_ids == got.row_ids[: len(smaller)]
+    assert smaller.value > got.value

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
 from grasp.artifact.manifest import SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.stored import LOCK, BlockMethod, RowScorer
@@ -28,8 +29,7 @@ from grasp.errors import GraspError
 from grasp.methods.contract import Account, NoSettings
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import SIGNED_INFO as SIGNED_RUNS
-from grasp.runs.table import RunsInfo, RunTable
+from grasp.runs.training_runs import SIGNED_INFO as SIGNED_RUNS
 from grasp.store.remote import publish
 from tests.artifact.artifact_world import World
 from tests.corpus.world import Words, settings_for, write_jsonl
@@ -108,17 +108,14 @@ def scored(path: Path, texts: int = 8) -> None:
 
 
 def runs(path: Path) -> None:
-    names = ["a", "b", "c"]
-    shares = {"run": [n for n in names for _ in "xy"], "name": [*"xy"] * 3, "weight": [0.5, 0.5, 0.2, 0.8, 0.7, 0.3]}
-    results = {"run": names, "seed": [0] * 3, "size": ["1M"] * 3, "metric": ["loss"] * 3}
-    results |= {"value": [3.0, 2.5, 2.75]}
+    shares = pa.table({"run": ["a", "b", "c"], "x": [0.5, 0.2, 0.7], "y": [0.5, 0.8, 0.3]})
+    results = pa.table({"run": ["a", "b", "c"], "size": ["1M"] * 3, "loss": [3.0, 2.5, 2.75]})
     if not path.exists():
-        info = RunsInfo(kind="shares", label="topic", metrics={"loss": "lower"})
-        RunTable.from_results("runs", info, pa.table(shares), pa.table(results)).save(path)
+        grasp.import_runs(shares, results, label="topic", out=path)
 
 
 def read_runs(path: Path) -> Any:
-    table = RunTable.open(path)
+    table = grasp.open_runs(path)
     return table.info, table.utility_RST().tolist(), table.weights_RG().tolist()
 
 

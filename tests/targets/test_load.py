@@ -66,6 +66,32 @@ def test_of_several_right_answers_the_first_is_scored(tmp_path, answer):
     assert plain(load(tmp_path, {"question": "1+1?", "answer": answer}))["exam:0"][2] == " 2"
 
 
+def test_the_header_of_a_csv_file_may_have_capitals_but_must_exist(tmp_path):
+    (tmp_path / "mmlu.csv").write_text("Question,A,B,C,D,Answer\n1+1?,3,2,4,5,B\n")
+    assert plain(load(tmp_path, name="mmlu.csv")) == {"mmlu:0": ("mmlu", "Question: 1+1?\nAnswer:", " 2")}
+    (tmp_path / "bare.csv").write_text("1+1?,3,2,4,5,B\n1+2?,3,2,4,5,A\n")
+    with pytest.raises(TargetError, match=r"bare\.csv:2: has the fields .*the first line has the names"):
+        load(tmp_path, name="bare.csv")
+
+
+def test_an_unknown_metric_is_named(tmp_path):
+    load(tmp_path, {"question": "1+1?", "answer": "2"})
+    with pytest.raises(TargetError, match=r"exam\.jsonl@acurracy: no such file, and no metric .*mean 'accuracy'"):
+        load_units(TargetSettings(names=(str(tmp_path / "exam.jsonl@acurracy"),)))
+    with pytest.raises(TargetError, match=r"sciq@acc: no such file, and no metric 'acc'"):
+        load_units(TargetSettings(names=("sciq@acc",)))
+
+
+def test_weights_of_a_csv_file_have_a_decimal_point(tmp_path):
+    load(tmp_path, {"question": "1+1?", "answer": "2"})
+    names = (str(tmp_path / "exam.jsonl"), str(tmp_path / "w.csv"))
+    (tmp_path / "w.csv").write_text("unit_id,weight\nexam:0,-0.5\n")
+    assert load_units(TargetSettings(names=names)).units[1].weight == -0.5
+    (tmp_path / "w.csv").write_text('unit_id,weight\nexam:0,"0,5"\n')
+    with pytest.raises(TargetError, match=r"w\.csv:2: weight: got '0,5', expected a number .*decimal point"):
+        load_units(TargetSettings(names=names))
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [

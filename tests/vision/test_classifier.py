@@ -61,7 +61,7 @@ def test_hidden_states_are_inputs_of_the_head_and_residuals_its_gradients(tmp_pa
 @pytest.mark.parametrize(
     ("field", "value", "pattern"),
     [
-        ("head", "fc", r"TinyNet .*`fc`.*\bhead"),
+        ("head", "fc", r"`fc` of TinyNet is no module.*\bhead"),
         ("head", "body", r"`body`.*TinyNet.*Sequential"),
         ("factory", "tests.vision.images_world:Scaled", r"`head`.*Scaled"),
         ("factory", "tests.vision.images_world:Grid", r"`head`.*\b1 times"),
@@ -287,7 +287,7 @@ def test_a_fitted_head_equals_logistic_regression_and_replaces_that_of_the_model
     np.testing.assert_allclose(bias - bias.mean(), theirs.intercept_ - theirs.intercept_.mean(), atol=1e-4)
 
     path = tmp_path / "head.safetensors"
-    FittedHead(torch.from_numpy(weight), torch.from_numpy(bias), ["a", "b", "c", "d"]).write(path)
+    FittedHead(torch.from_numpy(weight), torch.from_numpy(bias), ("a", "b", "c", "d")).write(path)
     model = load(tmp_path, model__classifier__fitted_head=str(path), model__classifier__classes=[])
     assert model.classes == ("a", "b", "c", "d")
     hidden_PH = torch.randn(3, 10)

@@ -9,7 +9,7 @@ import torch
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.errors import ArtifactError
-from grasp.pipeline.add_targets import add_target
+from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import TargetSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
@@ -119,7 +119,7 @@ def test_a_build_that_was_killed_goes_on_bit_for_bit(root, built, tmp_path):
 def test_a_target_is_added_as_if_it_had_been_there(root, tmp_path, keep):
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     out = build_artifact(build_settings(settings(root, keep_features=keep)), tmp_path / "artifact")
-    source = add_target(out, TargetSettings(names=(str(path),)), overrides=USER_CODE)
+    source = add_targets(out, TargetSettings(names=(str(path),)), settings=USER_CODE)
     assert source == ("kept features" if keep else "pass")
     both = [str(root / "trusted.parquet"), str(path)]
     joint = arrays(build_artifact(build_settings(settings(root, targets__names=both)), tmp_path / "joint"))
@@ -133,4 +133,4 @@ def test_other_weights_are_another_model(root, tmp_path):
     write_weights(weights, TinyNet(seed=5))
     path = write_parquet(tmp_path / "late.parquet", 5, seed=9)
     with pytest.raises(ArtifactError, match="model"):
-        add_target(out, TargetSettings(names=(str(path),)), overrides=USER_CODE)
+        add_targets(out, TargetSettings(names=(str(path),)), settings=USER_CODE)

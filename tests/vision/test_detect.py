@@ -12,7 +12,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Silent
+from grasp.progress import Progress
 from grasp.settings import build_settings
 from grasp.vision.detect import _inverted_score_notes, detect, standardised_blocks
 from grasp.vision.detection import evaluate_scores
@@ -187,7 +187,7 @@ def test_scores_do_not_depend_on_block_size(tmp_path):
     score_NE = (score_NE - score_NE.mean(axis=0)) / score_NE.std(axis=0)
     terms = 2 * (27 * 8 + 72 * 10 + 10 + 3) + 30  # the layers of the model in float32, and the rows
     for artifact in (default_shards, small_shards):
-        blocks = list(standardised_blocks(artifact, "relevance_output_layer", "trusted", Silent()))
+        blocks = list(standardised_blocks(artifact, "relevance_output_layer", "trusted", Progress()))
         assert [start for start, _ in blocks] == [0, *np.cumsum([len(block) for _, block in blocks])[:-1]]
         actual_NE = np.concatenate([block for _, block in blocks])
         np.testing.assert_allclose(actual_NE, score_NE, rtol=0, atol=rounding(terms, score_NE))

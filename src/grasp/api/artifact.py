@@ -4,6 +4,7 @@ Each method is a function of another module, which is imported when the method i
 """
 
 from collections.abc import Callable
+from functools import wraps
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -13,21 +14,23 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from grasp.progress_display import shows_progress
 from grasp.text import plain, size_text, text_table
 
+P = ParamSpec("P")
+
 if TYPE_CHECKING:
     from grasp.api.predict import predict as _predict
     from grasp.api.score import score as _score
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
-    from grasp.distil.distil import distil as _distil
     from grasp.inspect.explain import explain as _explain
     from grasp.inspect.health import check as _check
+    from grasp.pipeline.build import build as _build
+    from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
     from grasp.report.serve import serve as _serve
     from grasp.results import Result
     from grasp.select.mix import mix as _mix
     from grasp.select.select import select as _select
 
-    P = ParamSpec("P")
     R = TypeVar("R")
 
     def _typed(function: Callable[Concatenate[ArtifactReader, P], R]) -> "Callable[Concatenate[Artifact, P], R]": ...
@@ -124,7 +127,6 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
-        distil = _typed(_distil)
         check = _typed(_check)
         report = _typed(_report)
         serve = _typed(_serve)
@@ -134,7 +136,6 @@ class Artifact:
         explain = _LazyMethod("grasp.inspect.explain")
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
-        distil = _LazyMethod("grasp.distil.distil")
         check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
         serve = _LazyMethod("grasp.report.serve")
@@ -150,3 +151,20 @@ class Artifact:
         from grasp.artifact.inspection import verify
 
         return verify(self.path)
+
+
+open = Artifact.open  # noqa: A001 - `grasp.open`, as in other libraries
+
+
+def opened(function: "Callable[P, ArtifactReader]") -> Callable[P, Artifact]:
+    """Wrap a function that writes an artifact so that it returns the opened `Artifact`."""
+
+    @wraps(function)
+    def build_and_open(*args: P.args, **kwargs: P.kwargs) -> Artifact:
+        return Artifact(function(*args, **kwargs))
+
+    return build_and_open
+
+
+if TYPE_CHECKING:  # `grasp.build` and `grasp.merge`
+    build, merge = opened(_build), opened(_merge)

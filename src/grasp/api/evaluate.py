@@ -20,8 +20,7 @@ from grasp.methods.registry import ConfiguredMethod, configure_methods, method_p
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.progress import Progress, Silent
-from grasp.progress_display import shows_progress
+from grasp.progress import Progress
 from grasp.runs.alignment import Alignment, match_targets
 from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
@@ -37,7 +36,6 @@ SUMS = (  # sums of kernels that are evaluated, besides every kernel alone
 )
 
 
-@shows_progress
 def evaluate(
     art: Opened,
     runs: Runs,
@@ -161,7 +159,7 @@ def compare(
         artifact,
         checkpoint_paths=tuple(checkpoints),
         runs=AlignedRuns.from_alignment(alignment, utilities),
-        progress=progress or Silent(),
+        progress=progress or Progress(),
     )
     resolved = {name: protocol.resolved_for(artifact) for name, protocol in protocols.items()}
     rules = additive_methods(artifact.array_names) | resolved

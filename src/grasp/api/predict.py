@@ -161,7 +161,7 @@ def predict(
     if out is not None:
         check_outputs({"out": out}, artifact.protected_paths, tables=["out"])
     if not isinstance(weight, Mapping):
-        weight = parse_weights(as_names(weight), "weight") if weight else {}
+        weight = _parse_weights(as_names(weight)) if weight else {}
     questions = {"drop": drop, "keep": keep, "weight": weight or None, "by": by, "subsets": subsets}
     requested = [name for name, value in questions.items() if value is not None]
     if len(requested) != 1:
@@ -285,13 +285,8 @@ def _weighted_subset(labels: LabelTable, weight: Mapping[str, float]) -> tuple[I
     return [single_subset("weighted", retained_N, weight_N[retained_N])], headline
 
 
-def parse_weights(texts: Sequence[str], location: str) -> dict[str, float]:
-    """Parse EXPR:NUMBER into expressions and weights, split at the last colon.
-
-    Args:
-        texts: one text per expression.
-        location: name of the option, for messages.
-    """
+def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
+    """Parse EXPR:NUMBER into expressions and weights, split at the last colon."""
     weights: dict[str, float] = {}
     for text in texts:
         expression, _, number = text.rpartition(":")
@@ -301,7 +296,7 @@ def parse_weights(texts: Sequence[str], location: str) -> dict[str, float]:
             weight = -1.0
         if not expression.strip() or not 0 <= weight < np.inf or expression in weights:
             raise SettingsError(
-                f"{location}: got {text!r}, expected EXPR:NUMBER with 0 or more, each EXPR once, e.g. "
+                f"weight: got {text!r}, expected EXPR:NUMBER with 0 or more, each EXPR once, e.g. "
                 "\"topic = 'Games': 0.3\""
             )
         weights[expression] = weight

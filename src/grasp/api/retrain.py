@@ -10,7 +10,6 @@ from grasp.errors import SubsetError
 from grasp.models.build_source import BuildSource
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.predict.families import parse_family
-from grasp.progress_display import shows_progress
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
@@ -26,7 +25,6 @@ Runs = TrainingRuns | RunTable | Place
 REQUIRED = {"--corpus": "corpus.path", "--targets": "targets.names"}
 
 
-@shows_progress
 def retrain(
     corpus: str | Path | None = None,
     targets: str | Sequence[str] | None = None,

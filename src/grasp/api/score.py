@@ -150,7 +150,7 @@ def score(
     else:
         requested = "all"
     notes = [f"{by}: {description}"]
-    n_printed = min(MAX_ROWS_PRINTED, len(ranking))
+    n_printed, labels = min(MAX_ROWS_PRINTED, len(ranking)), artifact.manifest.details.get("labels", [])
     if n_short := count_short_rows(artifact, ranking[:n_printed]):
         these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
         notes.insert(
@@ -164,7 +164,7 @@ def score(
         f"{requested} of {n_ranked:,} rows for {target if unit is None else f'{unit} of {target}'}, by {by}",
         tuple(notes),
         by=by,
-        printed_columns=(by, "row_id", *artifact.manifest.details.get("labels", [])[:2], "snippet"),
+        printed_columns=(by, "row_id", *[label for label in labels if label != by][:2], "snippet"),
         lines=len(ranking),
     )
 

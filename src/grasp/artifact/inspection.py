@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grasp.artifact.manifest import REPLAY, TOKENS, ShardGrid
+from grasp.artifact.manifest import PROVENANCE, REPLAY, TOKENS, ShardGrid
 from grasp.artifact.reader import open_manifest
 from grasp.text import plain, size_text, skipped_text, text_table
 
@@ -15,24 +15,13 @@ FILE_GROUPS = ("arrays", "rows", "shards", "units", "moments", "features")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """A damaged file: its path in the artifact, and the damage."""
-
-    file: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
-
-
-@dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Result of a verification: what was verified, and all damaged files."""
+    """Result of a verification: what was verified, and the damage of each damaged file, by its path in the artifact."""
 
     path: str
     n_files: int
     n_bytes: int
-    problems: tuple[Problem, ...]
+    problems: dict[str, str]
 
     @property
     def ok(self) -> bool:
@@ -84,7 +73,7 @@ class ArtifactInfo:
             (
                 array.name,
                 array.dtype,
-                f"{array.shape[0]} x {array.shape[1]}",
+                "{} x {}".format(*array.shape),
                 size_text(array.bytes),
                 f"{array.bytes_per_row:.0f}",
             )
@@ -116,10 +105,9 @@ def verify(path: Path | str) -> VerifyReport:
     manifest, files = open_manifest(path)
     if (files.root / TOKENS).exists():  # they are not copied with the artifact
         files.entries = manifest.files | manifest.rows_kept
-    problems = tuple(Problem(name, damage) for name in sorted(files.entries) if (damage := files.fault(name)))
-    return VerifyReport(
-        files.location, len(files.entries), sum(entry.bytes for entry in files.entries.values()), problems
-    )
+    problems = {name: damage for name in sorted(files.entries) if (damage := files.fault(name))}
+    n_bytes = sum(entry.bytes for entry in files.entries.values())
+    return VerifyReport(files.location, len(files.entries), n_bytes, problems)
 
 
 def info(path: Path | str) -> ArtifactInfo:
@@ -151,21 +139,14 @@ def info(path: Path | str) -> ArtifactInfo:
                 groups=tuple(group.name for group in entry.groups),
             )
         )
+    copied = ("format_version", "n_rows", "shard_rows", "targets", *PROVENANCE)
     return ArtifactInfo(
+        **{name: getattr(manifest, name) for name in copied},
         path=files.location,
-        format_version=manifest.format_version,
-        n_rows=manifest.n_rows,
-        shard_rows=manifest.shard_rows,
         n_shards=ShardGrid(manifest.n_rows, manifest.shard_rows).n_shards,
-        targets=manifest.targets,
         arrays=tuple(arrays),
         bytes=bytes_by_group,
         bytes_total=bytes_total,
         bytes_per_row=bytes_total / manifest.n_rows,
-        made_by=manifest.made_by,
-        fingerprints=manifest.fingerprints,
-        settings=manifest.settings,
-        skipped=manifest.skipped,
-        details=manifest.details,
         replays=(*map(str, manifest.replays), *unfinished),
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import duckdb
 import numpy as np
@@ -180,30 +180,26 @@ class Matched:
     columns: tuple[str, ...]  # named in the expression
 
 
+class RowBatches(NamedTuple):
+    """Rows that are not in one file; `read` yields batches with the columns that are named, in the order of rows."""
+
+    schema: pa.Schema
+    n_rows: int
+    read: Callable[[list[str]], Iterator[pa.RecordBatch]]
+
+
 class LabelTable:
-    """The label columns of an artifact; the file is read in batches."""
+    """The label columns of a Parquet file, or of other rows; they are read in batches."""
 
-    def __init__(self, path: Path | str) -> None:
-        path = Path(path)
-        with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
-            self._set(file.schema_arrow, int(file.metadata.num_rows), functools.partial(_batches_of, path))
-
-    @classmethod
-    def from_batches(
-        cls, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]
-    ) -> Self:
-        """Return the label columns of rows that are not in one file.
-
-        Args:
-            read: returns batches with the columns that are named, in the order of rows.
-        """
-        table = cls.__new__(cls)
-        table._set(schema, n_rows, read)
-        return table
-
-    def _set(self, schema: pa.Schema, n_rows: int, read: Callable[[list[str]], Iterator[pa.RecordBatch]]) -> None:
-        self.schema, self.n_rows, self.read_batches = schema, n_rows, read
-        self.columns: tuple[str, ...] = tuple(schema.names)  # allowed in expressions
+    def __init__(self, source: "Path | str | RowBatches") -> None:
+        if isinstance(source, RowBatches):
+            self.schema, self.n_rows, self.read_batches = source
+        else:
+            path = Path(source)
+            with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
+                self.schema, self.n_rows = file.schema_arrow, int(file.metadata.num_rows)
+            self.read_batches = functools.partial(_batches_of, path)
+        self.columns: tuple[str, ...] = tuple(self.schema.names)  # allowed in expressions
 
     def selection(self, expression: str) -> Matched:
         """Evaluate a condition on the columns.
@@ -212,7 +208,8 @@ class LabelTable:
             SubsetError: a syntax error, an unknown column, anything but a condition on the columns of one row, or
                 values that cannot be compared.
         """
-        with _Query(self, expression, f"expression {expression!r}") as query:
+        with duckdb.connect(":memory:") as db:
+            query = _Query(self, db, expression, f"expression {expression!r}")
             if query.kind != pa.bool_():
                 raise SubsetError(
                     f"{query.location}: has type {query.kind}, expected a condition that is true or false"
@@ -280,7 +277,8 @@ class LabelTable:
         return replace(self._computed(bins, f"{location}: expression {bins!r}"), name=name, note=note)
 
     def _computed(self, expression: str, location: str) -> LabelColumn:
-        with _Query(self, expression, location) as query:
+        with duckdb.connect(":memory:") as db:
+            query = _Query(self, db, expression, location)
             if not query.columns:
                 raise SubsetError(f"{location}: it names no column; the columns are {list(self.columns)}")
             arrays = query.values(query.sql, query.columns)
@@ -329,31 +327,20 @@ def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.ma
 
 
 class _Query:
-    """A valid expression over the columns of a table, with a connection that evaluates it."""
+    """A valid expression over the columns of a table; it locks the new connection that evaluates it."""
 
-    def __init__(self, table: LabelTable, expression: str, location: str) -> None:
-        self._table, self.location = table, location
-        self._db = duckdb.connect(":memory:")
-        try:
-            self._db.execute(LOCKING_STATEMENTS)
-            self._statement = _parse(self._db, expression, table.columns, location)
-            self.columns = self._resolve(self._statement)
-            calls = [item for item in _expressions(self._statement) if item["class"] == "FUNCTION"]
-            define(self._db, {call["function_name"].lower() for call in calls})
-            for call in calls:
-                if call["function_name"].lower() == "bins":
-                    self._set_edges([argument["expression"] for argument in call["arguments"]], call)
-            self.sql = self._sql_of(self._statement["statements"][0]["node"]["select_list"][0])
-            self.kind = self._kind(self.sql, self.columns)
-        except BaseException:
-            self._db.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._db.close()
+    def __init__(self, table: LabelTable, db: duckdb.DuckDBPyConnection, expression: str, location: str) -> None:
+        self._table, self._db, self.location = table, db, location
+        db.execute(LOCKING_STATEMENTS)
+        self._statement = _parse(db, expression, table.columns, location)
+        self.columns = self._resolve(self._statement)
+        calls = [item for item in _expressions(self._statement) if item["class"] == "FUNCTION"]
+        define(db, {call["function_name"].lower() for call in calls})
+        for call in calls:
+            if call["function_name"].lower() == "bins":
+                self._set_edges([argument["expression"] for argument in call["arguments"]], call)
+        self.sql = self._sql_of(self._statement["statements"][0]["node"]["select_list"][0])
+        self.kind = self._kind(self.sql, self.columns)
 
     @property
     def operand(self) -> str:
@@ -507,8 +494,8 @@ def _problem_of_node(node: dict[str, Any]) -> str:
         texts = [literal["text"] for literal in literals if literal.get("kind") == "STRING"]
         if len(texts) != 2 or len(texts[1].encode()) > len(texts[0].encode()):
             return (
-                "replace must not lengthen text, since nested calls could exhaust the memory; expected constants, the "
-                "new one no longer than the old one, e.g. replace(topic, ' ', '_')"
+                "replace must not lengthen text; expected constants, the new one no longer than the old one, e.g. "
+                "replace(topic, ' ', '_')"
             )
     return ""
 

@@ -18,7 +18,7 @@ import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -285,8 +285,6 @@ class ArtifactReader:
     @property
     def rule(self) -> BuiltRule:
         """Return the weights of the kernels in predictions, as the build recorded them."""
-        if "rule" not in self.manifest.details:
-            raise ArtifactError(f"{self.location}: does not record the weights of its kernels; build it again")
         return BuiltRule(**self.manifest.details["rule"])
 
     def relevance_name(self, kernel: str) -> str:
@@ -398,23 +396,19 @@ class ArtifactReader:
         for k, rows, result_rows in self._split_rows(row_index):
             to_rows = _as_slice(result_rows)
             for group, factor_E, group_columns, result_columns in column_reads:
-                stored_NE = self._stored_chunk(group, k)[_as_slice(rows)][:, group_columns]
+                shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
+                if chunk_NE is None or shard != k:
+                    n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
+                    path = self._files.file(CHUNK.format(group.name, k))
+                    chunk_NE = _map_array(path, (n_stored, group.stop - group.start), group.dtype)
+                    self._last_chunk[group.name] = k, chunk_NE
+                stored_NE = chunk_NE[_as_slice(rows)][:, group_columns]
                 to_columns = _as_slice(result_columns)
                 if isinstance(to_rows, slice) and isinstance(to_columns, slice):
                     _scaled_into(out_NE[to_rows, to_columns], stored_NE, factor_E)
                 else:
                     out_NE[np.ix_(result_rows, result_columns)] = np.multiply(stored_NE, factor_E, dtype=np.float32)
         return out_NE
-
-    def _stored_chunk(self, group: ColumnGroup, k: int) -> NDArray[Any]:
-        """Return the stored numbers of a column group in shard k, memory-mapped, (rows of the shard, columns)."""
-        shard, chunk_NE = self._last_chunk.get(group.name, (-1, None))
-        if chunk_NE is None or shard != k:
-            n_stored = min(self.grid.shard_rows, self.n_rows - k * self.grid.shard_rows)
-            path = self._files.file(CHUNK.format(group.name, k))
-            chunk_NE = _map_array(path, (n_stored, group.stop - group.start), group.dtype)
-            self._last_chunk[group.name] = k, chunk_NE
-        return chunk_NE
 
 
 class Opened(Protocol):
@@ -460,20 +454,14 @@ def _map_array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 
     The expected header is known, so it is compared and not parsed: faster, and safe for untrusted files.
     """
-    header = _npy_header(shape, dtype)
+    buffer = io.BytesIO()
+    fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, fields)  # as `numpy.save` writes it before the numbers
+    header = buffer.getvalue()
     with readable(path, VERIFY), path.open("rb") as file:
         if file.read(len(header)) == header:
             return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r", offset=len(header), shape=shape)
     raise ArtifactError(f"{path}: expected an array {shape} of {dtype}; {VERIFY}")
-
-
-@lru_cache
-def _npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """Return the header that `numpy.save` writes before the numbers."""
-    buffer = io.BytesIO()
-    fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, fields)
-    return buffer.getvalue()
 
 
 def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:

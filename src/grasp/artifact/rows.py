@@ -3,7 +3,6 @@
 Shape letters: N rows.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -75,8 +74,8 @@ def leaked_rows(artifact: ArtifactReader, targets: Iterable[str]) -> I64:
     leaks = {target: artifact.leaks(target) for target in targets}
     if unknown := [target for target, target_leaks in leaks.items() if target_leaks is None]:
         raise SettingsError(
-            f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}, since "
-            "an earlier version built it or they are no texts; rebuild it"
+            f"drop_leaks: {artifact.location}: its rows were not searched for questions of {', '.join(unknown)}: they "
+            "are no texts"
         )
     return np.unique(
         np.concatenate([target_leaks.row_index for target_leaks in leaks.values() if target_leaks is not None])
@@ -95,11 +94,8 @@ def row_lengths(artifact: ArtifactReader) -> I64:
 
 def _row_counts(artifact: ArtifactReader, column: str) -> I64:
     """Return a column of counts of the row table, (N,)."""
-
-    def read() -> I64:
-        return np.concatenate([np.asarray(batch.column(0), np.int64) for batch in artifact.row_batches([column])])
-
-    return cached(artifact, column, 8 * artifact.n_rows, read)
+    counts = (np.asarray(batch.column(0), np.int64) for batch in artifact.row_batches([column]))
+    return cached(artifact, column, 8 * artifact.n_rows, lambda: np.concatenate(list(counts)))
 
 
 def length_column(artifact: ArtifactReader) -> str:
@@ -109,12 +105,13 @@ def length_column(artifact: ArtifactReader) -> str:
 
 def row_documents(artifact: ArtifactReader) -> I64:
     """Return the document of every row as an integer, in order of first appearance, (N,)."""
-
-    def read() -> I64:
-        names = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["doc_id"])])
-        return np.asarray(names.combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64))
-
-    return cached(artifact, "documents", 8 * artifact.n_rows, read)
+    names = (batch.column(0) for batch in artifact.row_batches(["doc_id"]))
+    return cached(
+        artifact,
+        "documents",
+        8 * artifact.n_rows,
+        lambda: np.asarray(pc.index_in(all_names := pa.chunked_array(list(names)), all_names.unique()), np.int64),
+    )
 
 
 def row_amounts(artifact: ArtifactReader, measure: str, codes_N: Integers) -> F64:
@@ -146,21 +143,19 @@ def suggest_labels(source: ArtifactReader) -> tuple[str, ...]:
     are all different is skipped. Reading a column stops as soon as it has too many values.
     """
     most = min(MAX_SLICES, source.n_rows - 1)  # skips columns whose values are all different
-
-    def is_suitable(name: str) -> bool:
-        seen: set[Label] = set()
-        for batch in source.row_batches([name]):
-            seen.update(batch.column(0).unique().to_pylist())
-            if len(seen) > most:
-                return False
-        return len(seen) >= 2
-
     fields = [field for field in source.rows(np.empty(0, np.int64)).schema if field.name not in RESERVED_COLUMNS]
     is_text, is_other = (pa.types.is_string, pa.types.is_large_string), (pa.types.is_integer, pa.types.is_boolean)
     for tests in (is_text, is_other):
-        names = [field.name for field in fields if any(test(field.type) for test in tests)]
-        if labels := tuple(itertools.islice(filter(is_suitable, names), MAX_LABELS)):
-            return labels
+        labels: list[str] = []
+        for field in fields:
+            if any(test(field.type) for test in tests) and len(labels) < MAX_LABELS:
+                seen, batches = set[Label](), source.row_batches([field.name])
+                while len(seen) <= most and (batch := next(batches, None)) is not None:
+                    seen.update(batch.column(0).unique().to_pylist())
+                if 2 <= len(seen) <= most:
+                    labels.append(field.name)
+        if labels:
+            return tuple(labels)
     return ()
 
 
@@ -216,8 +211,12 @@ def write_ranked(artifact: ArtifactReader, values_N: Floats, order: I64, path: P
 
 
 def ranked_table(artifact: ArtifactReader, row_index: I64, values_N: Floats, by: str) -> pa.Table:
-    """Return rows of the row table, in the given order, with the column by which they are ranked."""
-    table = artifact.rows(row_index)
-    columns = [name for name in table.column_names if name not in ("row_index", by)]
-    values = pa.array(np.asarray(values_N[row_index], dtype=np.float64))
-    return table.select(columns).append_column(by, values)
+    """Return rows of the row table, in the given order, with the column by which they are ranked.
+
+    A label of the same name is renamed by trailing underscores, as those of reserved names are.
+    """
+    table, renamed = artifact.rows(row_index).drop_columns(["row_index"]), by
+    while renamed in table.column_names:
+        renamed += "_"
+    table = table.rename_columns([renamed if name == by else name for name in table.column_names])
+    return table.append_column(by, pa.array(np.asarray(values_N[row_index], dtype=np.float64)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from grasp.arrays import F32, F64
+from grasp.arrays import F32, F64, ratio
 from grasp.baselines.hidden import pooled_hidden, row_sequences
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.methods.contract import Account, MethodInputs
@@ -69,5 +69,4 @@ class ActivationSimilarity(BlockMethod[ActivationSimilaritySettings]):
 
 def normalise_rows(values_nH: F64) -> F64:
     """Divide each row by its norm; leave zero rows as they are."""
-    norm_n1 = np.linalg.norm(values_nH, axis=1, keepdims=True)
-    return np.asarray(np.divide(values_nH, norm_n1, out=np.zeros_like(values_nH), where=norm_n1 > 0))
+    return ratio(values_nH, np.linalg.norm(values_nH, axis=1, keepdims=True))

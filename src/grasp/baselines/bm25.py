@@ -99,7 +99,7 @@ class Bm25(BlockMethod[Bm25Settings]):
         vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
         rows = _RowWords.from_rows(inputs, vocabulary)
         index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method="lucene")
-        index.index(_IndexInput(rows, {"": FILLER} | vocabulary), show_progress=False)
+        index.index(bm25s.tokenization.Tokenized(rows, {"": FILLER} | vocabulary), show_progress=False)
         n_top = min(self.settings.top, len(rows))
         row_ET = np.empty((len(queries), n_top), dtype=np.int32)
         score_ET = np.empty((len(queries), n_top), dtype=np.float32)
@@ -120,14 +120,12 @@ def words(text: str) -> list[str]:
     """
     tokens: list[str] = []
     for run in WORD.findall(normalize("NFC", text.lower())):
-        tokens += [run] if run.isascii() else _split_run(run)
+        if run.isascii():
+            tokens.append(run)
+        else:  # character pairs in scripts without spaces, whole words elsewhere
+            tokens += [part[i : i + 2] for part in UNSPACED.findall(run) for i in range(max(1, len(part) - 1))]
+            tokens += WORD.findall(UNSPACED.sub(" ", run))
     return [word for word in tokens if word not in STOP_WORDS]
-
-
-def _split_run(run: str) -> list[str]:
-    """Split a run of letters: character pairs in scripts without spaces, whole words elsewhere."""
-    pairs = [part[i : i + 2] for part in UNSPACED.findall(run) for i in range(max(1, len(part) - 1))]
-    return pairs + WORD.findall(UNSPACED.sub(" ", run))
 
 
 def query_text(unit: Unit) -> str:
@@ -178,14 +176,6 @@ class _RowWords:
     def __iter__(self) -> Iterator[list[int]]:
         for n_words, known in zip(self.count_N, self.known, strict=True):
             yield known.tolist() + [FILLER] * (int(n_words) - len(known))
-
-
-@dataclass(frozen=True, slots=True)
-class _IndexInput:
-    """Rows and vocabulary under the attribute names that bm25s expects."""
-
-    ids: _RowWords
-    vocab: dict[str, int]
 
 
 def check_queries(method: str, queries: Sequence[Collection[str]], units: Sequence[Unit]) -> None:

@@ -138,36 +138,33 @@ def find_checkpoints(paths: Iterable[Path]) -> tuple[Checkpoint, ...]:
     Raises:
         ModelError: a path is neither.
     """
-    unique_paths = dict.fromkeys(inner for path in paths for inner in _checkpoint_paths(path))
-    checkpoints = [_read_checkpoint(path) for path in unique_paths]
-    return tuple(sorted(checkpoints, key=lambda saved: float("inf") if saved.step is None else saved.step))
-
-
-def _checkpoint_paths(directory: Path) -> list[Path]:
-    saved = [path for path in directory.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / CONFIG).is_file()]
-    finished = [directory] if (directory / CONFIG).is_file() else []
-    if not saved and not finished:
-        what = "no such directory" if not directory.exists() else f"neither {CONFIG} nor checkpoint-<step> directories"
-        raise ModelError(
-            f"checkpoints: {directory}: {what}; expected a Hugging Face checkpoint, or the directory of a training run "
-            "such as ENV/reference/seed-0"
-        )
-    for path in [*saved, *finished]:
-        if not any(file.name != OPTIMIZER for file in path.glob("*.safetensors")):
-            raise ModelError(f"checkpoints: {path}: no {WEIGHTS}; save its weights as safetensors")
-    return sorted(saved, key=lambda path: int(path.name.split("-")[1])) + finished
-
-
-def _read_checkpoint(path: Path) -> Checkpoint:
-    step, rate = None, None
-    if (path / RECORD).is_file():
-        recipe, step = read_recipe(path / RECORD)
-        rate = recipe.learning_rate_at(step - 1)
-    elif (path / TRAINER_STATE).is_file():
-        step, rate = _read_trainer_state(path / TRAINER_STATE)
-    elif named := NAME.fullmatch(path.name):
-        step = int(named.group(1))
-    return Checkpoint(path, step, rate)
+    checkpoints: dict[Path, Checkpoint] = {}
+    for directory in paths:
+        candidates = [path for path in directory.glob("checkpoint-*") if NAME.fullmatch(path.name)]
+        candidates = [*sorted(candidates, key=lambda path: int(path.name.split("-")[1])), directory]
+        saved = [path for path in candidates if (path / CONFIG).is_file()]
+        if not saved:
+            there = f"neither {CONFIG} nor checkpoint-<step> directories"
+            raise ModelError(
+                f"checkpoints: {directory}: {there if directory.exists() else 'no such directory'}; expected a Hugging "
+                "Face checkpoint, or the directory of a training run such as ENV/reference/seed-0"
+            )
+        for path in saved:
+            if not any(file.name != OPTIMIZER for file in path.glob("*.safetensors")):
+                raise ModelError(f"checkpoints: {path}: no {WEIGHTS}; save its weights as safetensors")
+            step, rate = None, None
+            if (path / RECORD).is_file():
+                recipe, step = read_recipe(path / RECORD)
+                rate = recipe.learning_rate_at(step - 1)
+            elif (path / TRAINER_STATE).is_file():
+                state = _read_record(path / TRAINER_STATE)
+                rates = [line["learning_rate"] for line in state.get("log_history", []) if "learning_rate" in line]
+                step = int(state["global_step"]) if state.get("global_step") is not None else None
+                rate = float(rates[-1]) if rates else None
+            elif named := NAME.fullmatch(path.name):
+                step = int(named.group(1))
+            checkpoints[path] = Checkpoint(path, step, rate)
+    return tuple(sorted(checkpoints.values(), key=lambda saved: float("inf") if saved.step is None else saved.step))
 
 
 def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
@@ -177,13 +174,6 @@ def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
         return TrainingRecipe.model_validate(record["identity"]["recipe"]), int(record["step"])
     except (KeyError, TypeError, ValidationError) as err:
         raise ModelError(f"{path}: not the record of a training run; restore it from a copy") from err
-
-
-def _read_trainer_state(path: Path) -> tuple[int | None, float | None]:
-    record = _read_record(path)
-    step = record.get("global_step")
-    rates = [line["learning_rate"] for line in record.get("log_history", []) if "learning_rate" in line]
-    return (int(step) if step is not None else None), (float(rates[-1]) if rates else None)
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from grasp.baselines.checkpoints import training_checkpoints
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import LayerSettings
-from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.scorers import (
     exact_note,
     exact_scorer,
@@ -109,7 +108,7 @@ class DataInf(BlockMethod[DataInfSettings]):
             closed_form(unit_EK, fisher_MK, settings.damping, block.size / settings.dimension)
             for unit_EK, fisher_MK, block in zip(unit_LEK, fisher_LMK, blocks, strict=True)
         ]
-        note = projection_note(choose_forms(blocks, settings.dimension, tokens), settings.dimension)
+        note = projection_note(blocks, settings.dimension, tokens)
         account = Account(settings.dimension * len(blocks), covers, (f"each layer separately {note}", fisher_note))
         return feature_scorer(inputs, featurizer, np.concatenate(solved, axis=1), account)
 

@@ -10,14 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from grasp.artifact.rows import label_column
-from grasp.baselines.oracles import (
-    FOLDS,
-    OracleFeatures,
-    fraction_features,
-    lasso_oracle,
-    mask_features,
-    ridge_oracle,
-)
+from grasp.baselines.oracles import FOLDS, fraction_features, mask_features, oracle
 from grasp.errors import RunsError
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs, SubsetMethod
@@ -72,16 +65,13 @@ class Datamodels(SubsetMethod[DatamodelsSettings]):
                 f"datamodels: {len(unknown)} subsets are not in {retrained.runs.path}, e.g. "
                 f"{sorted(unknown)[0]!r}; only retrained subsets can be predicted, out of fold"
             )
-        oracle = lasso_oracle if self.settings.penalty == "lasso" else ridge_oracle
-        features = self._features(inputs)
-        predictions = oracle(features, retrained.utilities, folds=self.settings.folds, seed=self.seed)
+        if self.settings.sees == MASKS:
+            features = mask_features(retrained.subsets)
+        else:
+            features = fraction_features(retrained.subsets, label_column(inputs.artifact, self.settings.sees))
+        penalty, folds = self.settings.penalty, self.settings.folds
+        predictions = oracle(penalty, features, retrained.utilities, folds=folds, seed=self.seed)
         n_subsets, n_features = len(retrained.utilities.subset_ids), features.values_BF.shape[1]
         covers = f"{n_features:,} {'rows as masks' if self.settings.sees == MASKS else features.name}"
-        notes = (f"{self.settings.penalty} on {n_subsets} subsets, each predicted out of fold",)
+        notes = (f"{penalty} on {n_subsets} subsets, each predicted out of fold",)
         return replace(predictions, method="datamodels"), Account(covers=(covers,), notes=notes)
-
-    def _features(self, inputs: MethodInputs) -> OracleFeatures:
-        subsets = inputs.required_runs.subsets
-        if self.settings.sees == MASKS:
-            return mask_features(subsets)
-        return fraction_features(subsets, label_column(inputs.artifact, self.settings.sees))

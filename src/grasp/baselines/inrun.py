@@ -158,14 +158,31 @@ class _ReplayPlan:
 
     @classmethod
     def from_settings(cls, settings: InRunSettings, seed: int, inputs: MethodInputs) -> Self:
-        n_prefix = min(settings.prefix_rows, inputs.n_rows)
-        order_P = stream(seed, "inrun", "order").permutation(n_prefix)
-        target_E = [unit.target for unit in inputs.units.units]
-        selected = _draw_units(target_E, settings.validation_units, seed)
+        """Draw the order of the rows and the units of the validation loss, equal numbers per target up to rounding."""
+        order_P = stream(seed, "inrun", "order").permutation(min(settings.prefix_rows, inputs.n_rows))
+        targets = [unit.target for unit in inputs.units.units]
+        names = list(dict.fromkeys(targets))
+        column_E = np.array([names.index(target) for target in targets])
+        n_units, selected = settings.validation_units, np.arange(len(targets))
+        if n_units is not None and n_units < len(targets):
+            drawn: list[int] = []
+            for k, name in enumerate(names):
+                share = max(1, (n_units - len(drawn)) // (len(names) - k))
+                units_of_target = stream(seed, "inrun", "units", name).permutation(np.flatnonzero(column_E == k))
+                drawn += units_of_target[:share].tolist()
+            selected = np.sort(np.array(drawn))
         units = unit_examples(inputs)
-        examples = [units[e] for e in selected]
-        weight_CE, column_E = _loss_columns(settings.utility, target_E, selected)
-        return cls(order_P, settings.batch_rows, examples, weight_CE, column_E, len(target_E) - len(selected))
+        is_member_CE = column_E[selected] == np.arange(len(names))[:, None]
+        if settings.utility == "global":
+            is_member_CE = np.ones((1, len(selected)))
+        return cls(
+            order_P,
+            settings.batch_rows,
+            [units[e] for e in selected],
+            is_member_CE / is_member_CE.sum(axis=1, keepdims=True),
+            column_E if settings.utility == "target" else None,
+            len(targets) - len(selected),
+        )
 
     @property
     def n_prefix(self) -> int:
@@ -180,29 +197,6 @@ class _ReplayPlan:
             for offset in range(0, len(index), self.batch_rows):
                 batch = range(offset, min(offset + self.batch_rows, len(index)))
                 yield index[batch.start : batch.stop], [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in batch]
-
-
-def _draw_units(target_E: list[str], n_units: int | None, seed: int) -> I64:
-    """Draw the units of the validation loss: equal numbers per target up to rounding, at least one of each."""
-    if n_units is None or n_units >= len(target_E):
-        return np.arange(len(target_E))
-    names = list(dict.fromkeys(target_E))
-    selected: list[int] = []
-    for k, name in enumerate(names):
-        target_units = np.array([e for e, target in enumerate(target_E) if target == name])
-        share = max(1, (n_units - len(selected)) // (len(names) - k))
-        selected += stream(seed, "inrun", "units", name).permutation(target_units)[:share].tolist()
-    return np.sort(np.array(selected))
-
-
-def _loss_columns(utility: str, target_E: list[str], selected: I64) -> tuple[F64, I64 | None]:
-    """Return the weights of the selected units in each validation loss, and the column of each unit."""
-    if utility == "global":
-        return np.full((1, len(selected)), 1.0 / len(selected)), None
-    names = list(dict.fromkeys(target_E))
-    column_E = np.array([names.index(target) for target in target_E])
-    member_CE = column_E[selected] == np.arange(len(names))[:, None]
-    return member_CE / member_CE.sum(axis=1, keepdims=True), column_E
 
 
 def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directory: Path) -> None:

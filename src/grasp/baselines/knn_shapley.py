@@ -8,7 +8,6 @@ Shape letters: N training points (rows), n rows of a block, E test points (units
 P positions of a block of rows, M nearest positions that are stored, H width.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from safetensors.numpy import load_file
 
-from grasp.arrays import F32, F64, I32, I64, Bool
+from grasp.arrays import F32, F64, Bool
 from grasp.baselines.hidden import hidden_at, row_sequences
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import SettingsError, ShapeError
@@ -31,8 +30,8 @@ GRAIN = 1e-5
 # its label is right. So the nearest positions have the smallest keys, and a partial sort of integers finds them.
 # Distances and offsets beyond the largest value are clipped to it.
 ROW_BITS, OFFSET_BITS = 26, 13
-MAX_GRAINS = (1 << (62 - ROW_BITS - OFFSET_BITS)) - 1
-NO_KEY = np.iinfo(np.int64).max
+GRAIN_SHIFT = ROW_BITS + OFFSET_BITS + 1
+MAX_GRAINS = (1 << (63 - GRAIN_SHIFT)) - 1
 PAIRS_AT_ONCE = 1 << 22  # distances in memory
 
 
@@ -152,122 +151,58 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
 
     def _values(self, inputs: MethodInputs, work: Path) -> dict[str, NDArray[Any]]:
         """Return the values that are not zero, sorted by row and unit."""
-        queries = _queries(inputs)
-        nearest, n_points = _Nearest(len(queries.label_S), self.settings.nearest), 0
+        units, n_nearest = inputs.unit_tokens, self.settings.nearest
+        queries = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units])
+        query_SH, unit_S = queries.hidden_PH.astype(np.float64), queries.sequence_P
         # The nearest positions of the rows so far, in a file named after the next row and the number of positions.
         saved = sorted(work.glob("nearest-*-*.safetensors"), key=lambda path: int(path.stem.split("-")[1]))
-        first = 0
+        first, n_points, key_SM = 0, 0, np.empty((len(unit_S), 0), dtype=np.int64)
         if saved:
             first, n_points = (int(number) for number in saved[-1].stem.split("-")[1:])
-            nearest.key_SM = load_file(saved[-1])["key_SM"]
+            key_SM = load_file(saved[-1])["key_SM"]
+        at_once = max(n_nearest, PAIRS_AT_ONCE // len(unit_S))
         inputs.progress.stage("nearest positions", rows=inputs.n_rows - first, tokens=None)
         for start, stop in inputs.blocks(first):
-            n_points += self._add_block(inputs, queries, nearest, start, stop)
+            states = hidden_at(inputs.model, *row_sequences(inputs, start, stop))
+            first_n = np.searchsorted(states.sequence_P, np.arange(stop - start))
+            offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
+            position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P
+            for low in range(0, len(position_P), at_once):
+                chunk = slice(low, low + at_once)
+                grains_SP = np.minimum(distance_grains(query_SH, states.hidden_PH[chunk]), MAX_GRAINS)
+                is_right_SP = states.label_P[chunk] == queries.label_P[:, None]
+                new_SP = (grains_SP.astype(np.int64) << GRAIN_SHIFT) + (position_P[chunk] << 1) + is_right_SP
+                key_SM = np.concatenate([key_SM, new_SP], axis=1)
+                if key_SM.shape[1] > n_nearest:
+                    key_SM = np.ascontiguousarray(np.partition(key_SM, n_nearest - 1, axis=1)[:, :n_nearest])
+            n_points += len(position_P)
             path = work / f"nearest-{stop}-{n_points}.safetensors"
-            cached(path, lambda: {"key_SM": nearest.key_SM})
+            cached(path, lambda: {"key_SM": key_SM})  # noqa: B023 - called at once
             for old in saved:
                 old.unlink()
             saved = [path]
             inputs.progress.advance(stop - start, 0)
-        key_SM = np.sort(nearest.key_SM, axis=1)
+        key_SM = np.sort(key_SM, axis=1)
         # the lowest bit of a key is whether the label is right, the row stands above the offset
         value_SM = values_by_rank((key_SM & 1).astype(bool), self.settings.k, n_points=n_points)
         row_SM = (key_SM >> (OFFSET_BITS + 1)) & ((1 << ROW_BITS) - 1)
         # sum over a row's positions, average over a unit's
-        count_E = np.bincount(queries.unit_S)
-        unit_SM = np.broadcast_to(queries.unit_S[:, None], row_SM.shape)
+        count_E = np.bincount(unit_S)
+        unit_SM = np.broadcast_to(unit_S[:, None], row_SM.shape)
         key, inverse = np.unique(row_SM * len(count_E) + unit_SM, return_inverse=True)
         weights = (value_SM / count_E[unit_SM]).ravel()
         row, unit = np.divmod(key, len(count_E))
         return {"row": row, "unit": unit, "value": np.bincount(inverse.ravel(), weights=weights, minlength=len(key))}
 
-    def _add_block(self, inputs: MethodInputs, queries: "_Queries", nearest: "_Nearest", start: int, stop: int) -> int:
-        """Add the positions of rows [start, stop) to the nearest; return their number."""
-        states = hidden_at(inputs.model, *row_sequences(inputs, start, stop))
-        first_n = np.searchsorted(states.sequence_P, np.arange(stop - start))
-        offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
-        position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P
-        step = max(1, PAIRS_AT_ONCE // len(queries.label_S))
-        for low in range(0, len(position_P), step):
-            chunk = slice(low, low + step)
-            grains_SP = queries.grains(states.hidden_PH[chunk])
-            s, p = np.nonzero(grains_SP <= nearest.farthest()[:, None])
-            right = states.label_P[chunk][p] == queries.label_S[s]
-            nearest.add(s, grains_SP[s, p], position_P[chunk][p], right)
-        nearest.merge()
-        return len(position_P)
 
-
-class _Nearest:
-    """The smallest keys of each query; new keys are collected and merged in batches."""
-
-    def __init__(self, n_queries: int, n_nearest: int) -> None:
-        self.n_nearest = n_nearest
-        self.key_SM = np.empty((n_queries, 0), dtype=np.int64)
-        self._new: list[tuple[I64, I64]] = []
-        self._n_new = 0
-
-    def farthest(self) -> F64:
-        """Return the largest distance among the nearest, in grains, (S,); inf until enough positions were added."""
-        if self.key_SM.shape[1] < self.n_nearest:
-            return np.full(len(self.key_SM), np.inf)
-        return np.asarray(self.key_SM.max(axis=1) >> (ROW_BITS + OFFSET_BITS + 1), dtype=np.float64)
-
-    def add(self, query: I64, grains: F64, position: I64, right: Bool) -> None:
-        """Add positions, each for one query.
-
-        Args:
-            query: index of the query that each position is near to.
-            grains: distances, in whole grains.
-            position: row and offset, packed as in the keys.
-            right: whether the label of the position is that of the query.
-        """
-        distance_bits = np.clip(grains, 0, MAX_GRAINS).astype(np.int64) << (ROW_BITS + OFFSET_BITS + 1)
-        self._new.append((query, distance_bits + (position << 1) + right))
-        self._n_new += len(query)
-        if self._n_new > self.n_nearest * len(self.key_SM):
-            self.merge()
-
-    def merge(self) -> None:
-        """Merge the collected keys into the stored ones."""
-        if not self._n_new:
-            return
-        query, key = (np.concatenate(parts) for parts in zip(*self._new, strict=True))
-        self._new, self._n_new = [], 0
-        count_S = np.bincount(query, minlength=len(self.key_SM))
-        order = np.argsort(query, kind="stable")
-        # column of each new key among those of its query
-        column = np.arange(len(query)) - np.repeat(np.cumsum(count_S) - count_S, count_S)
-        new_SM = np.full((len(self.key_SM), int(count_S.max())), NO_KEY)
-        new_SM[query[order], column] = key[order]
-        merged_SM = np.concatenate([self.key_SM, new_SM], axis=1)
-        if merged_SM.shape[1] > self.n_nearest:
-            merged_SM = np.partition(merged_SM, self.n_nearest - 1, axis=1)[:, : self.n_nearest]
-        self.key_SM = np.ascontiguousarray(merged_SM)
-
-
-@dataclass(frozen=True, slots=True)
-class _Queries:
-    """Supervised positions of all units."""
-
-    hidden_SH: F64
-    label_S: I32
-    unit_S: I64
-
-    def grains(self, hidden_PH: F32) -> F64:
-        """Return squared distances, (S, P), in whole units of GRAIN x the mean squared norm of the queries."""
-        square_S = np.einsum("sh,sh->s", self.hidden_SH, self.hidden_SH)
-        grain = GRAIN * square_S.mean()
-        wide_PH = hidden_PH.astype(np.float64)
-        square_P = np.einsum("ph,ph->p", wide_PH, wide_PH) / grain
-        # ||q - h||^2 = ||q||^2 - 2 <q, h> + ||h||^2, in float64: the difference cancels for near neighbours.
-        grains_SP = (self.hidden_SH * (-2.0 / grain)) @ wide_PH.T
-        grains_SP += square_S[:, None] / grain
-        grains_SP += square_P
-        return np.asarray(np.rint(grains_SP, out=grains_SP))
-
-
-def _queries(inputs: MethodInputs) -> _Queries:
-    units = inputs.unit_tokens
-    states = hidden_at(inputs.model, [unit.input_ids for unit in units], [unit.first - 1 for unit in units])
-    return _Queries(states.hidden_PH.astype(np.float64), states.label_P, states.sequence_P)
+def distance_grains(query_SH: F64, hidden_PH: F32) -> F64:
+    """Return squared distances, (S, P), in whole units of GRAIN x the mean squared norm of the queries."""
+    square_S = np.einsum("sh,sh->s", query_SH, query_SH)
+    grain = GRAIN * square_S.mean()
+    wide_PH = hidden_PH.astype(np.float64)
+    square_P = np.einsum("ph,ph->p", wide_PH, wide_PH) / grain
+    # ||q - h||^2 = ||q||^2 - 2 <q, h> + ||h||^2, in float64: the difference cancels for near neighbours.
+    grains_SP = (query_SH * (-2.0 / grain)) @ wide_PH.T
+    grains_SP += square_S[:, None] / grain
+    grains_SP += square_P
+    return np.asarray(np.rint(np.maximum(grains_SP, 0.0, out=grains_SP), out=grains_SP))

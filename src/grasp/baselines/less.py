@@ -66,7 +66,11 @@ class Less(CosineMethod[LessSettings]):
         return {"moments": [checkpoint.moments_fingerprint for checkpoint in checkpoints]}
 
     def update(self, checkpoint: Checkpoint, engine: PerExample) -> Transform:
-        moments, betas = checkpoint.moments(), self.settings.betas or read_betas(checkpoint)
+        moments, betas, record = checkpoint.moments(), self.settings.betas, checkpoint.path / RECORD
+        if betas is None:
+            if not record.is_file():
+                raise ModelError(f"{record}: Adam's betas are not recorded; set less.betas")
+            betas = read_recipe(record)[0].betas
         first, second = (
             [
                 as_matrix(block, {name: pair[k] for name, pair in moments.items()}).to(engine.model.device, engine.work)
@@ -108,15 +112,3 @@ def adam_update(first: list[Tensor], second: list[Tensor], betas: tuple[float, f
         return torch.add(first[number], gradient_BXY, alpha=1.0 - beta1).div_(square.sqrt_())
 
     return transform
-
-
-def read_betas(checkpoint: Checkpoint) -> tuple[float, float]:
-    """Read Adam's betas from the training recipe of a checkpoint.
-
-    Raises:
-        ModelError: they are not recorded.
-    """
-    path = checkpoint.path / RECORD
-    if not path.is_file():
-        raise ModelError(f"{path}: Adam's betas are not recorded; set less.betas")
-    return read_recipe(path)[0].betas

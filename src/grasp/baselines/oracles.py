@@ -1,6 +1,6 @@
 """Supervised datamodels: how much of the measured utilities a linear function of the subset explains.
 
-Start with `ridge_oracle`. An oracle is fitted to retrained subsets, so it does not compete with predictors that never
+Start with `oracle`. An oracle is fitted to retrained subsets, so it does not compete with predictors that never
 see retrained runs; it is an upper bound on the information in masks or label fractions. All predictions are out of
 fold, and the strength of the penalty is chosen inside the training folds.
 
@@ -11,10 +11,12 @@ have a trace of the same bias: with uninformative features, rho is about -0.1 wi
 Shape letters: B subsets, F features, E outputs (units, and the task's mean as an output of its own), N rows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
@@ -58,41 +60,53 @@ def fraction_features(blocks: Iterable[SubsetBlock], labels: LabelColumn) -> Ora
     """Return the share of each subset's rows that have each value of a label, (B, number of values)."""
     ids: list[str] = []
     parts: list[F64] = []
+    n_rows = len(labels.codes_N)
+    has_value_NF = csr_array((np.ones(n_rows), labels.codes_N, np.arange(n_rows + 1)), (n_rows, len(labels.values)))
     for block in blocks:
-        matrix = block.weights_BN
-        # each stored entry of the sparse weights is a row of a subset: count entries by (subset, label value)
-        subset_of_entry = np.repeat(np.arange(len(block.subset_ids)), block.sizes_B)
-        n_values = len(labels.values)
-        cells = subset_of_entry * n_values + labels.codes_N[matrix.indices]
-        counts = np.bincount(cells, minlength=len(block.subset_ids) * n_values)
-        counts_BF = counts.reshape(-1, n_values).astype(np.float64)
+        counts_BF = ((block.weights_BN > 0) @ has_value_NF).toarray()
         ids += block.subset_ids
         parts.append(counts_BF / counts_BF.sum(axis=1, keepdims=True))
     return OracleFeatures(f"{labels.name}-share-of-subset", tuple(ids), np.concatenate(parts))
 
 
-def ridge_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
-    """Predict units and task means by out-of-fold ridge regression on the features.
+def oracle(
+    penalty: Literal["ridge", "lasso"],
+    features: OracleFeatures,
+    utilities: Utilities,
+    *,
+    folds: int = FOLDS,
+    seed: int = 0,
+) -> Predictions:
+    """Predict units and task means by out-of-fold regression on the features.
 
     Args:
+        penalty: ridge: in closed form, chosen by leave-one-out error; lasso: by scikit-learn, chosen by inner folds for
+            each output.
         features: features of the subsets of `utilities`, in any order; other subsets are ignored.
         utilities: measured utilities; the mean over seeds is regressed.
         folds: number of folds; subsets are assigned at random, from a named stream.
     Raises:
         RunsError: a subset has no features, or there are too few subsets for the folds.
+        MissingExtraError: scikit-learn is not installed, for lasso.
     """
-    return _oracle("ridge", ridge_out, features, utilities, folds, seed)
-
-
-def lasso_oracle(features: OracleFeatures, utilities: Utilities, *, folds: int = FOLDS, seed: int = 0) -> Predictions:
-    """Predict as `ridge_oracle`, with an L1 penalty by scikit-learn, chosen by inner folds for each output.
-
-    Raises:
-        MissingExtraError: scikit-learn is not installed.
-        RunsError: as for `ridge_oracle`.
-    """
-    require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
-    return _oracle("lasso", _lasso_out, features, utilities, folds, seed)
+    position = {name: b for b, name in enumerate(features.subset_ids)}
+    if missing := [name for name in utilities.subset_ids if name not in position]:
+        raise RunsError(f"oracle: {len(missing)} subsets have no features, e.g. {missing[:3]}")
+    values_BF = features.values_BF[[position[name] for name in utilities.subset_ids]]
+    realized_BE = utilities.values_BSE.mean(axis=1)
+    n_units, target_E = realized_BE.shape[1], np.array(utilities.targets)
+    targets = tuple(dict.fromkeys(utilities.targets))
+    tasks_BT = np.stack([realized_BE[:, target_E == name].mean(axis=1) for name in targets], axis=1)
+    fit = {"ridge": ridge_out, "lasso": lasso_out}[penalty]
+    out = cross_fit(fit, values_BF, np.concatenate([realized_BE, tasks_BT], axis=1), folds=folds, seed=seed)
+    return Predictions(
+        method=f"oracle-{penalty}-{features.name}",
+        subset_ids=utilities.subset_ids,
+        units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
+        values_BE=out[:, :n_units],
+        task_B={name: out[:, n_units + t] for t, name in enumerate(targets)},
+        method_role="supervised oracle",
+    )
 
 
 class RidgeFit:
@@ -132,7 +146,7 @@ def ridge_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
     return RidgeFit(x_BF, y_BE).predict(test_BF)
 
 
-def _lasso_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
+def lasso_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
     """Fit the training fold with an L1 penalty, output by output, and predict the held-out rows."""
     linear = require("sklearn.linear_model", extra="baselines", feature="the lasso oracle")
     out = np.empty((len(test_BF), y_BE.shape[1]))
@@ -146,37 +160,6 @@ def _lasso_out(x_BF: F64, y_BE: F64, test_BF: F64) -> F64:
         model = linear.LassoCV(alphas=largest * LASSO_PENALTIES, cv=min(5, len(y)), max_iter=20_000, tol=1e-3)
         out[:, e] = model.fit(x_BF, y).predict(test_BF) - y.mean()
     return out
-
-
-def _oracle(
-    penalty: str,
-    fit: Fitter,
-    features: OracleFeatures,
-    utilities: Utilities,
-    folds: int,
-    seed: int,
-) -> Predictions:
-    """Predict units and task means out of fold; `penalty` names the method in the result."""
-    realized_BE = utilities.values_BSE.mean(axis=1)
-    targets = tuple(dict.fromkeys(utilities.targets))
-    unit_target_E = np.array(utilities.targets)
-    tasks_BT = np.stack([realized_BE[:, unit_target_E == name].mean(axis=1) for name in targets], axis=1)
-    n_units = realized_BE.shape[1]
-    out = cross_fit(
-        fit,
-        _in_order(features, utilities.subset_ids),
-        np.concatenate([realized_BE, tasks_BT], axis=1),
-        folds=folds,
-        seed=seed,
-    )
-    return Predictions(
-        method=f"oracle-{penalty}-{features.name}",
-        subset_ids=utilities.subset_ids,
-        units=tuple(zip(utilities.targets, utilities.unit_ids, strict=True)),
-        values_BE=out[:, :n_units],
-        task_B={name: out[:, n_units + t] for t, name in enumerate(targets)},
-        method_role="supervised oracle",
-    )
 
 
 def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F64:
@@ -198,12 +181,3 @@ def cross_fit(fit: Fitter, x_BF: F64, y_BE: F64, *, folds: int, seed: int) -> F6
         is_test_B = fold_B == k
         out_BE[is_test_B] = fit(x_BF[~is_test_B], y_BE[~is_test_B], x_BF[is_test_B])
     return out_BE
-
-
-def _in_order(features: OracleFeatures, subset_ids: Sequence[str]) -> F64:
-    """Return the features of the given subsets, (B, F), in their order."""
-    position = {name: b for b, name in enumerate(features.subset_ids)}
-    missing = [name for name in subset_ids if name not in position]
-    if missing:
-        raise RunsError(f"oracle: {len(missing)} subsets have no features, e.g. {missing[:3]}")
-    return features.values_BF[[position[name] for name in subset_ids]]

@@ -23,7 +23,7 @@ matrices that are shared by the whole batch, so no row's gradient is formed.
 
 A block is one parameter of the model, seen as a matrix (X, Y); lists of tensors below have one per block.
 
-Shape letters: B rows of the batch, C columns (validation losses), X rows and Y columns of a block.
+Shape letters: B rows of the batch, C columns (validation losses), X rows and Y columns of a block, N examples, K sums.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ from torch import Tensor
 
 from grasp.arrays import F64
 from grasp.baselines.gradients.layers import choose_layers
-from grasp.baselines.gradients.sums import Matrices, WeightedSums, map_blocks, total_norm
 from grasp.files import atomic_path
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
-from grasp.models.gradients import Example, PerExample
+from grasp.models.gradients import Example, GradientFactors, PerExample
 
 # Step of the difference along d, in units of the norm of the parameters. H d is then within 2e-4 of the exact product
 # on small models of four families in float32; longer steps add truncation error, shorter ones rounding error.
 RELATIVE_STEP = 1e-4
+Matrices = Sequence[Tensor]  # one per block
 
 
 class Replay:
@@ -127,11 +127,11 @@ class Replay:
         backward = self._validation()
         self._parameters.write(self._weights)
         factor = self._learning_rate / (4.0 * length)
-        return map_blocks(lambda gradient, a, b: gradient - factor * (a - b), direction, forward, backward)
+        return [g - factor * (a - b) for g, a, b in zip(direction, forward, backward, strict=True)]
 
     def _move(self, step_d: Matrices, length: float) -> None:
         """Set the model's parameters to w + length d; `_weights` keeps w."""
-        self._parameters.write(map_blocks(lambda weight, d: weight + length * d[0], self._weights, step_d))
+        self._parameters.write([weight + length * d[0] for weight, d in zip(self._weights, step_d, strict=True)])
 
     # ------------------------------------------------------------------------------------------- state
 
@@ -155,3 +155,29 @@ class Replay:
                     **{moment: file.get_tensor(f"{moment}.{k}") for moment in ("exp_avg", "exp_avg_sq")},
                 }
         self._parameters.write(self._weights)
+
+
+class WeightedSums:
+    """Collects K weighted sums of gradients: ``matrices[block][k] = sum_i weight_KN[k, i] G_i``, (K, X, Y) per block.
+
+    A sum over examples is one matrix product, so that the gradient of a single example is not formed.
+    """
+
+    def __init__(self, engine: PerExample, weight_KN: F64) -> None:
+        self._weight_KN = torch.from_numpy(weight_KN).to(engine.model.device, engine.work)
+        self.matrices = [self._weight_KN.new_zeros(len(weight_KN), b.left, b.right) for b in engine.layers.blocks]
+
+    def add(self, number: int, factors: GradientFactors, index_B: Tensor) -> None:
+        """Add the gradients of some examples, without those of weight 0."""
+        for total_XY, weight_B in zip(self.matrices[number], self._weight_KN[:, index_B], strict=True):
+            nonzero = weight_B.nonzero()[:, 0]
+            left, right = factors.left[nonzero], factors.right[nonzero] * weight_B[nonzero, None, None]
+            if factors.one_hot:
+                total_XY.index_add_(0, left.flatten(), right.flatten(0, 1))
+            else:
+                total_XY.addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
+
+
+def total_norm(matrices: Matrices) -> float:
+    """Return the Euclidean norm over all blocks."""
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(matrix) for matrix in matrices])))

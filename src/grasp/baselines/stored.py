@@ -142,25 +142,17 @@ class BlockMethod(RowMethod[S]):
                 shutil.rmtree(work, ignore_errors=True)
         record, files = open_store(directory, RECORD)
         files.file(IDS)
-        shape = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False).shape
-        return MethodScores(_Blocks(directory / SCORES), shape, record.account, record.seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Blocks of an array on disk; the file is opened on each iteration."""
-
-    path: Path
-
-    def __iter__(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        scores = np.load(self.path, mmap_mode="r", allow_pickle=False)
-        for start in range(0, len(scores), BLOCK_ROWS):
-            yield start, np.asarray(scores[start : start + BLOCK_ROWS])
+        scores = np.load(files.file(SCORES), mmap_mode="r", allow_pickle=False)
+        blocks = [
+            (k, np.asarray(scores[k : k + BLOCK_ROWS])) for k in range(0, len(scores), BLOCK_ROWS)
+        ]  # not yet read
+        return MethodScores(blocks, scores.shape, record.account, record.seconds)
 
 
 def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
-    """Return the directory of a result from its `identity`."""
-    return cache / f"{result_identity['method']}-{digest(result_identity)}"
+    """Return the directory of a result, named after the digest of its `identity`."""
+    text = json.dumps(result_identity, sort_keys=True)
+    return cache / f"{result_identity['method']}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
@@ -188,12 +180,6 @@ def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
         info = inputs.required_runs.runs.info
         result_identity["environment"] = [info.masks_checksum, info.recipe_settings, list(info.seeds)]
     return result_identity
-
-
-def digest(identity: Mapping[str, Any]) -> str:
-    """Return a short hash of an identity."""
-    text = json.dumps(dict(identity), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def cached(path: Path, compute: Callable[[], Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
@@ -236,8 +222,7 @@ class _Run:
         units = [[unit.target, unit.unit_id] for unit in self._inputs.units.units]
         files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
         entries = {name: write_content(directory / name, content) for name, content in files.items()}
-        identity_fields = dict(result_identity)
-        record = ScoreRecord(identity=identity_fields, seconds=self._seconds, account=account, files=entries)
+        record = ScoreRecord(identity=dict(result_identity), seconds=self._seconds, account=account, files=entries)
         RECORD.write(directory, record)
 
     def _part_path(self, part: int) -> Path:

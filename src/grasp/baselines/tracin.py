@@ -16,7 +16,6 @@ from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import WeightedSettings
-from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.scorers import (
     checkpoint_note,
     checkpoint_weights,
@@ -73,9 +72,7 @@ class CosineMethod(BlockMethod[W]):
         if settings.dimension is not None:
             tokens = mean_row_tokens(inputs)
             featurizer = Featurizer.with_projection(engine, settings.dimension, seed=self.seed, tokens=tokens)
-            form_note = projection_note(
-                choose_forms(engine.layers.blocks, settings.dimension, tokens), settings.dimension
-            )
+            form_note = projection_note(engine.layers.blocks, settings.dimension, tokens)
         update_note = ("rows represented by Adam's update instead of their gradient",) if uses_update else ()
         account = Account(
             features=(settings.dimension or 0) * len(checkpoints),

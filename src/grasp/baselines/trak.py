@@ -26,23 +26,23 @@ from grasp.baselines.checkpoints import Checkpoint
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import ProjectedSettings
-from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.scorers import (
     checkpoint_note,
+    examples_at,
     mean_row_tokens,
     open_engine,
     projection_note,
-    row_examples,
     select_checkpoints,
     unit_examples,
 )
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import Example, LayerSet
+from grasp.models.gradients import Example
 
 # Size of a zero eigenvalue after rounding of float32 features, relative to the largest eigenvalue.
 ZERO_EIGENVALUE = 1e-12
+ROWS_FILE = "rows-{}-{}.safetensors"  # features of a block of rows: number of the checkpoint, first row
 MAX_WIDTH = 8192  # of the matrix that is inverted: 512 MB
 
 
@@ -76,22 +76,31 @@ class Trak(BlockMethod[TrakSettings]):
         del part
         settings, checkpoints = self.settings, select_checkpoints(inputs, self.settings.checkpoints)
         layers = choose_layers(inputs.model, settings.layers)
-        width = self._check_width(inputs, layers)
+        width = settings.dimension or layers.size
+        if width > MAX_WIDTH:
+            raise SettingsError(
+                f"trak.dimension: got {width} features per row, expected at most {MAX_WIDTH}, since a matrix of that "
+                "width is inverted; set a dimension, or fewer layers"
+            )
+        if width > inputs.n_rows and not settings.ridge:
+            raise SettingsError(
+                f"trak.dimension: got {width} for {inputs.n_rows} rows: Phi^T Phi is singular, so the scores are "
+                "undefined; set trak.ridge above 0, e.g. 1e-3, or a smaller dimension"
+            )
         members = [self._map(inputs, work, c, checkpoint, width) for c, checkpoint in enumerate(checkpoints)]
 
         def score(start: int, stop: int) -> Scores:
             """Multiply two means over checkpoints: of the scores, and of the rows' factors 1 - p."""
             scores_NE, doubt_N = np.zeros((stop - start, inputs.n_units)), np.zeros(stop - start)
             for c, map_KE in enumerate(members):
-                row = load_file(_rows_file(work, c, start))
+                row = load_file(work / ROWS_FILE.format(c, start))
                 scores_NE += row["features"].astype(np.float64) @ map_KE
                 doubt_N += row["doubt"]
             return scores_NE / len(members) * (doubt_N / len(members))[:, None]
 
         form_note = "whole gradients, not projected"
         if settings.dimension is not None:
-            tokens = mean_row_tokens(inputs)
-            form_note = projection_note(choose_forms(layers.blocks, settings.dimension, tokens), settings.dimension)
+            form_note = projection_note(layers.blocks, settings.dimension, mean_row_tokens(inputs))
         ridge = f"lambda {settings.ridge:g} of the mean diagonal" if settings.ridge else "lambda 0"
         notes = (form_note, checkpoint_note(checkpoints), ridge)
         return RowScorer(score, Account(width * len(checkpoints), (describe_layers(layers),), notes))
@@ -118,30 +127,11 @@ class Trak(BlockMethod[TrakSettings]):
         inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
         gram_KK = np.zeros((width, width))
         for start, stop in inputs.blocks():
-            row_NK = features(_rows_file(work, number, start), partial(row_examples, inputs, start, stop))
+            row_NK = features(work / ROWS_FILE.format(number, start), partial(examples_at, inputs, range(start, stop)))
             gram_KK += row_NK.T @ row_NK
             inputs.progress.advance(stop - start, 0)
         unit_EK = features(work / f"units-{number}.safetensors", partial(unit_examples, inputs))
         return newton_map(gram_KK, unit_EK, settings.ridge, str(checkpoint.path))
-
-    def _check_width(self, inputs: MethodInputs, layers: LayerSet) -> int:
-        width = self.settings.dimension or layers.size
-        if width > MAX_WIDTH:
-            raise SettingsError(
-                f"trak.dimension: got {width} features per row, expected at most {MAX_WIDTH}, since a matrix of that "
-                "width is inverted; set a dimension, or fewer layers"
-            )
-        if width > inputs.n_rows and not self.settings.ridge:
-            raise SettingsError(
-                f"trak.dimension: got {width} for {inputs.n_rows} rows: Phi^T Phi is singular, so the scores are "
-                "undefined; set trak.ridge above 0, e.g. 1e-3, or a smaller dimension"
-            )
-        return width
-
-
-def _rows_file(work: Path, checkpoint: int, start: int) -> Path:
-    """Return the file of the features of a block of rows at a checkpoint."""
-    return work / f"rows-{checkpoint}-{start}.safetensors"
 
 
 def newton_map(gram_KK: F64, unit_EK: F64, ridge: float, location: str) -> F64:

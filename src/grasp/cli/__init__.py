@@ -18,14 +18,14 @@ from grasp.cli import (  # noqa: F401 - commands register themselves
 )
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
-from grasp.entry_points import load, names
+from grasp.entry_points import entries, load
 from grasp.errors import GraspError
 from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
 
 # Commands of optional subpackages and of other packages; a broken package must not break the commands of the others.
 try:
-    for _name in names("grasp.commands"):
+    for _name in entries("grasp.commands"):
         app.add_typer(load("grasp.commands", _name))
 except GraspError as _error:
     print(f"note: {plain(str(_error))}", file=sys.stderr)

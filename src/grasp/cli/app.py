@@ -24,7 +24,7 @@ from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 GROUPS = {
     "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
-    "Select training data": ("select", "mix", "distil", "apply"),
+    "Select training data": ("select", "mix"),
     "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
 }
 OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none

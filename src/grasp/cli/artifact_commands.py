@@ -13,13 +13,11 @@ from grasp.cli.console import program
 from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.text import json_text, size_text, skipped_text
+from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_text
 from grasp.yaml_files import get_setting
 
 if TYPE_CHECKING:
-    from grasp.artifact.inspection import ArtifactInfo
     from grasp.artifact.reader import ArtifactReader
-    from grasp.settings import ModelSettings
 
 
 @command("grasp demo --out demo-out")
@@ -78,8 +76,9 @@ def build(
     address: Address = None,
     **params: Any,
 ) -> None:
-    from grasp.pipeline.build import add_targets, argument_settings
+    from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import build as run
+    from grasp.pipeline.build_plan import argument_settings
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
@@ -87,8 +86,8 @@ def build(
     names = [name for text in targets for name in split_names(text)]
     flags = argument_settings(params) | {"targets.names": names or None}
     data = merge_settings(settings, assign, flags)
+    idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
     if add_target is not None:
-        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         idle |= {"--untrained": untrained, "--warm-up": warm_up}
         idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
         _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
@@ -102,7 +101,6 @@ def build(
         print(f"{out}: {outcome[source]}; targets: {', '.join(grasp.open(out).targets)}")
         return
     if forecast:
-        idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
         if warm_up is not None:
             raise SettingsError(
@@ -114,8 +112,8 @@ def build(
         with Watch() as watch:
             print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
         return
-    if engine == "local":
-        _refuse_idle({"--workers": workers}, "--engine local; use --engine ray")
+    if engine == "local" and workers:
+        raise SettingsError("--workers: no effect with --engine local; use --engine ray")
     spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
     with Watch() as watch:
         artifact = run(
@@ -142,21 +140,26 @@ def _refuse_idle(flags: dict[str, Any], reason: str) -> None:
 
 def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     """Print the size of a new artifact, its skipped rows, and a command to continue with."""
-    from grasp.artifact.inspection import info
+    from grasp.artifact.inspection import UNFINISHED_REPLAY
+    from grasp.artifact.manifest import REPLAY
     from grasp.artifact.rows import MIN_RELIABLE_TOKENS, row_lengths
-    from grasp.store.remote import remote_url
 
-    summary: ArtifactInfo = info(remote_url(out) or artifact.path)
-    units = sum(summary.targets.values())
+    manifest, n_bytes = artifact.manifest, sum(entry.bytes for entry in artifact.manifest.files.values())
     print(
-        f"{out}: {summary.n_rows:,} rows x {units:,} units ({', '.join(summary.targets)}), "
-        f"{size_text(summary.bytes_total)}, {summary.bytes_per_row:,.0f} bytes per row"
+        f"{out}: {artifact.n_rows:,} rows x {sum(manifest.targets.values()):,} units ({', '.join(manifest.targets)}), "
+        f"{size_text(n_bytes)}, {n_bytes / artifact.n_rows:,.0f} bytes per row"
     )
-    for record in summary.replays:
+    for record in manifest.replays:
         print(record)
-    if summary.skipped["rows"]["counts"]:
-        print(f"left out: {skipped_text(summary.skipped['rows']['counts'])} (listed in {out}/manifest.json)")
-    score = ["score", out, "--target", next(iter(summary.targets)), "--top", "10"]
+    if (artifact.path / REPLAY).exists():
+        print(UNFINISHED_REPLAY)
+    counts, n_documents = manifest.skipped["rows"]["counts"], manifest.details["n_documents"]
+    if left_out := {reason: count for reason, count in counts.items() if reason not in TRUNCATED}:
+        print(f"left out: {skipped_text(left_out)} (listed in {out}/manifest.json)")
+    truncated = {reason: count for reason, count in counts.items() if reason in TRUNCATED}
+    for line in skipped_lines(truncated, {}, "truncated", n_documents):
+        print(line)
+    score = ["score", out, "--target", next(iter(manifest.targets)), "--top", "10"]
     if (row_lengths(artifact) >= MIN_RELIABLE_TOKENS).sum() >= 10:
         score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]
     print(f"next: {program()} {shlex.join(score)}")
@@ -198,10 +201,7 @@ def info(
     stored are computed again with the model, if it is available.
     """
     from grasp.artifact.inspection import info as describe
-    from grasp.distil.scorer import SIGNED_CARD, is_scorer
-    from grasp.errors import ArtifactError
-    from grasp.files import kind_of
-    from grasp.store.remote import remote_url
+    from grasp.file_readers import claimed
 
     if check_health:
         overrides = merge_settings(None, assignments, {})
@@ -211,20 +211,9 @@ def info(
     for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
         if value:
             raise SettingsError(f"{flag}: requires --check")
-    if is_scorer(path):
-        card = SIGNED_CARD.read(path)
-        print(json_text(card.model_dump(mode="json")) if as_json else card)
-        return
-    try:
-        summary = describe(path)
-    except ArtifactError as err:
-        if remote_url(path) is not None or kind_of(path) != "nothing":
-            raise
-        raise ArtifactError(f"{err}; a scorer exists once `grasp distil` has finished") from err
-    if as_json:
-        print(json_text(summary.to_dict()))
-        return
-    print(summary)
+    claim = claimed("output", path)
+    summary = describe(path) if claim is None else claim.reader.read(path)
+    print(json_text(summary.to_dict()) if as_json else summary)
 
 
 PreviewModel = Annotated[
@@ -232,51 +221,47 @@ PreviewModel = Annotated[
 ]
 
 
-def _preview_settings(
-    group: str, assign: list[str], flags: dict[str, Any]
-) -> "tuple[Any, ModelSettings | None, str | None]":
-    """Return the settings of a group, those of the model, and the tokenizer if there is no model."""
-    from grasp.settings import ModelSettings
+def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **options: Any) -> None:
+    """Print the preview of a corpus or of targets: `group` is that of the settings, `options` are of the function."""
+    from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
     from grasp.yaml_files import require_flags, validated
 
+    previews: dict[str, tuple[Any, Any]] = {
+        "corpus": (grasp.preview_corpus, CorpusSettings),
+        "targets": (grasp.preview_targets, TargetSettings),
+    }
+    preview, settings_class = previews[group]
     data = merge_settings(None, assign, flags)
     if idle := sorted(data.keys() - {group, "model"}):
         raise SettingsError(f"--set {idle[0]}: no effect on a preview, which reads settings of {group} and model")
     model = data.get("model", {})
     if isinstance(model, dict) and model.keys() <= {"tokenizer"}:
-        return data[group], None, validated(ModelSettings, {"path": "", **model}, "model").tokenizer
-    require_flags(data, {"--model": "model.path"}, "--set model")
-    return data[group], validated(ModelSettings, model, "model"), None
+        options["tokenizer"] = validated(ModelSettings, {"path": "", **model}, "model").tokenizer
+    else:
+        require_flags(data, {"--model": "model.path"}, "--set model")
+        options["model"] = validated(ModelSettings, model, "model")
+    print(preview(validated(settings_class, data[group], group), **options))
 
 
-@command("grasp corpus web.jsonl.gz", "grasp corpus chats.json --model ./ckpt")
-def corpus(
-    path: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
+@command(
+    "grasp corpus web.jsonl.gz",
+    "grasp corpus chats.json --model ./ckpt",
+    name="corpus",
+    verb="grasp.pipeline.preview",
+    python="tokenizer",
+)
+def preview_corpus(
+    corpus: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
     model: PreviewModel = None,
-    split: str | None = option("--split NAME", "Split of a corpus that has several.", None),
-    text_column: str | None = option(
-        "--text-column COLUMN", "Column of the text, or of conversation turns. Default: text or messages.", None
-    ),
-    id_column: str | None = option(
-        "--id-column COLUMN", 'Column of row names. Default: row_id or id; "" for none.', None
-    ),
-    limit: int = option("--limit N", "Maximum number of records to read.", 1_000, min=1),
     assign: Assignments = [],
+    **params: Any,
 ) -> None:
     """Show what a build would read of a corpus.
 
     Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
     that predicts by them. The model is not run, and nothing is written.
     """
-    from grasp.pipeline.preview import preview_corpus
-    from grasp.settings import CorpusSettings
-    from grasp.yaml_files import validated
-
-    flags = {"corpus.path": path, "corpus.split": split, "corpus.text_column": text_column}
-    flags |= {"corpus.row_id_column": id_column, "model.path": model}
-    settings, model_settings, tokenizer_path = _preview_settings("corpus", assign, flags)
-    settings = validated(CorpusSettings, settings, "corpus")
-    print(preview_corpus(settings, model=model_settings, tokenizer=tokenizer_path, limit=limit))
+    _print_preview("corpus", assign, {"corpus.path": corpus, "model.path": model}, **params)
 
 
 @command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
@@ -292,16 +277,10 @@ def targets(
     Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
     nothing is written.
     """
-    from grasp.pipeline.preview import preview_targets
-    from grasp.settings import TargetSettings
     from grasp.targets.load import split_names
-    from grasp.yaml_files import validated
 
-    flags: dict[str, Any] = {"targets.names": [name for text in names for name in split_names(text)]}
-    flags |= {"model.path": model}
-    settings, model_settings, tokenizer_path = _preview_settings("targets", assign, flags)
-    settings = validated(TargetSettings, settings, "targets")
-    print(preview_targets(settings, model=model_settings, tokenizer=tokenizer_path))
+    split = [name for text in names for name in split_names(text)]
+    _print_preview("targets", assign, {"targets.names": split, "model.path": model})
 
 
 @command("grasp verify art")
@@ -313,22 +292,22 @@ def verify(
     The exit code is 1 if a file is broken; all broken files are listed.
     """
     from grasp.artifact.inspection import verify as check
-    from grasp.distil.scorer import Scorer, is_scorer
     from grasp.errors import ArtifactError
+    from grasp.file_readers import claimed
 
-    if is_scorer(path):
+    if (claim := claimed("output", path)) is not None:
         try:
-            Scorer.open(path)  # verifies all files
+            claim.reader.verify(path)
         except ArtifactError as err:
             print(f"broken: {err}")
             raise typer.Exit(code=1) from err
-        print(f"{path}: scorer, all files intact")
+        print(f"{path}: {claim.name}, all files intact")
         return
     with Watch() as watch:
         watch.stage("verifying", rows=None, tokens=None)
         report = check(path)
-    for problem in report.problems:
-        print(f"broken: {problem}")
+    for file, damage in report.problems.items():
+        print(f"broken: {file}: {damage}")
     verdict = "all files intact" if report.ok else f"{len(report.problems)} broken"
     print(f"{report.path}: artifact, {report.n_files:,} files, {size_text(report.n_bytes)}: {verdict}")
     if not report.ok:

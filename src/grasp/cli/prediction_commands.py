@@ -133,13 +133,13 @@ def serve(
         if mcp:
             serve_mcp(artifact, **params)
         else:
-            serve(artifact, port=port, on_start=_print_address, **params)
+            serve(
+                artifact,
+                port=port,
+                on_start=lambda address: print(f"{address}; stop with Ctrl-C", flush=True),
+                **params,
+            )
     print("stopped", file=sys.stderr)
-
-
-def _print_address(address: str) -> None:
-    """Print the address of the server once it accepts connections."""
-    print(f"{address}; stop with Ctrl-C", flush=True)
 
 
 @command(
@@ -152,10 +152,6 @@ def _print_address(address: str) -> None:
     more="protocol units",
 )
 def predict(art: Art, out: ResultFile = None, **params: Any) -> None:
-    if params["weight"]:
-        from grasp.api.predict import parse_weights
-
-        params["weight"] = parse_weights(params["weight"], "--weight")
     artifact = grasp.open(art)
     check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=["--out"])
     result = artifact.predict(**params, out=out)

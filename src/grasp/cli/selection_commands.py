@@ -1,10 +1,8 @@
-"""Commands that select training data: grasp select, mix, distil, apply."""
+"""Commands that select training data: grasp select, mix."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
@@ -12,7 +10,6 @@ from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, table_outputs
 from grasp.errors import SettingsError
 from grasp.files import check_directory
-from grasp.progress_display import Watch
 from grasp.text import plain
 
 
@@ -135,34 +132,3 @@ def mix(
     if weights is not None:
         mixture.write_weights(weights)
         print(f"{weights}: row weights, for grasp predict --subsets")
-
-
-@command(
-    "grasp distil art --target sciq --out scorer",
-    "grasp info scorer",
-    verb="grasp.distil.distil",
-    more="protocol",
-    python="seed",
-)
-def distil(art: Art, **params: Any) -> None:
-    with Watch() as watch:
-        result = grasp.open(art).distil(**params, progress=watch)
-    print(result)
-
-
-@command(
-    "grasp apply scorer --corpus crawl.parquet --out scored",
-    "grasp apply scorer --corpus s3://bucket/crawl --out scored --keep 20%",
-    verb="grasp.distil.apply",
-    python="id_column",
-)
-def apply(
-    scorer: Path = typer.Argument(..., metavar="SCORER", help="Directory written by grasp distil."),
-    keep: str | None = option(
-        "--keep AMOUNT", "Copy the best documents to DIR/kept: a share (20%) or a number of documents.", None
-    ),
-    **params: Any,
-) -> None:
-    with Watch() as watch:
-        result = grasp.apply(scorer, keep=keep, **params, progress=watch)
-    print(result)

@@ -42,10 +42,11 @@ def methods(
 
     Use their names with `grasp evaluate --methods` and `grasp score --method`.
     """
+    from grasp.entry_points import summary_of
     from grasp.methods.registry import load_method, registered_methods
 
     if name is None:
-        rows = [(entry.name, entry.summary()) for entry in registered_methods().values()]
+        rows = [(name, summary_of(point)) for name, point in registered_methods().items()]
         show("methods", ("name", "description"), rows)
         return
     method_class = load_method(name)

@@ -33,16 +33,16 @@ class Template:
 
     Args:
         text: Jinja if it contains `{{` or `{%`, else a format string.
-        location: the setting that holds it, for messages.
+        setting: name of the setting that holds it, for messages.
     Raises:
         CorpusError: neither is valid.
     """
 
-    def __init__(self, text: str, location: str) -> None:
-        self._text, self._location, self._jinja = text, location, None
+    def __init__(self, text: str, setting: str) -> None:
+        self._setting, self._fill = setting, text.format_map
         self._failures: tuple[type[Exception], ...] = FAILURES
         if "{{" in text or "{%" in text:
-            feature = f"{location}, which is a Jinja template"
+            feature = f"{setting}, which is a Jinja template"
             jinja, sandbox, meta = (
                 require(module, extra="chat", feature=feature) for module in ("jinja2", "jinja2.sandbox", "jinja2.meta")
             )
@@ -50,12 +50,12 @@ class Template:
             environment = sandbox.ImmutableSandboxedEnvironment(
                 undefined=jinja.StrictUndefined, keep_trailing_newline=True
             )
-            self._failures = (*FAILURES, jinja.TemplateError)
             try:
-                self._jinja = environment.from_string(text)
+                self._fill = environment.from_string(text).render
                 self.columns = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             except jinja.TemplateError as err:
-                raise CorpusError(f"{location}: {text!r} is not a valid Jinja template: {err}") from err
+                raise CorpusError(f"{setting}: {text!r} is not a valid Jinja template: {err}") from err
+            self._failures = (*FAILURES, jinja.TemplateError)
             return
         try:
             fields = [field for _, field, _, _ in Formatter().parse(text) if field is not None]
@@ -64,21 +64,18 @@ class Template:
             fields, fault = [""], f"is not a valid format string: {err}"
         self.columns = frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)  # {answers[text][0]}
         if any(name == "" or name.isdigit() for name in self.columns):
-            raise CorpusError(f"{location}: {text!r} {fault}")
+            raise CorpusError(f"{setting}: {text!r} {fault}")
 
-    def fill(self, record: Mapping[str, Any], location: str) -> str:
-        """Return the text of the template with the values of a record.
+    def fill(self, record: Mapping[str, Any]) -> str:
+        """Return the text of the template with the values of a record, by column.
 
-        Args:
-            record: values by column.
-            location: location of the record, for messages.
         Raises:
             CorpusError: the record does not fit the template.
         """
         try:
-            return str(self._jinja.render(record)) if self._jinja else self._text.format(**record)
+            return str(self._fill(record))
         except self._failures as err:
-            raise CorpusError(f"{location}: does not fit {self._location}: {err!r}") from err
+            raise CorpusError(f"does not fit {self._setting}: {err!r}") from err
 
 
 Span = tuple[int, int]  # range of characters: start, and exclusive end
@@ -203,7 +200,7 @@ class Form:
         """Return the columns as the records name them."""
         return self.columns if self.names is None else tuple(self.names.columns[name] for name in self.columns)
 
-    def usual(self, values: Mapping[str, Any], location: str) -> dict[str, Any]:
+    def usual(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a record in the usual names of columns, and their values as Python objects.
 
         Raises:
@@ -213,30 +210,30 @@ class Form:
         for name, source in zip(self.columns, self.sources, strict=True):
             value = values.get(source)
             named[name] = value.to_pylist() if isinstance(value, pa.Array) else value
-        return named if self.names is None else self.reader.read(named, self.names, location)
+        return named if self.names is None else self.reader.read(named, self.names)
 
-    def read(self, values: Mapping[str, Any], location: str) -> Content:
+    def read(self, values: Mapping[str, Any]) -> Content:
         """Parse the content of a record.
 
         Raises:
             CorpusError: a column has an unexpected type, or a turn an unknown role.
         """
-        named = self.usual(values, location)
+        named = self.usual(values)
         if self.kind == "preference":
-            return read_preference_pair(named, location)
+            return read_preference_pair(named)
         if self.names is not None:
-            return next(iter(forms_in(named).values())).read(named, location)
+            return next(iter(forms_in(named).values())).read(named)
         if self.kind == "template":
             prompt, completion = self.templates
-            return _with_completion(prompt.fill(named, location), completion.fill(named, location))
+            return _with_completion(prompt.fill(named), completion.fill(named))
         if self.kind == "instruction":
             instruction, output, *inputs = (name for name in self.columns if name not in (*EXTRA_COLUMNS, HISTORY))
             for name in (instruction, output, *inputs):
                 if not isinstance(named[name], str | None):
-                    raise CorpusError(f"{location}: column {name!r} holds {type(named[name]).__name__}, expected text")
+                    raise CorpusError(f"column {name!r} holds {type(named[name]).__name__}, expected text")
             separator = "\n" if HISTORY in self.columns else "\n\n"  # LLaMA-Factory; Alpaca
             question = separator.join(text for name in (instruction, *inputs) if (text := named[name] or "").strip())
-            exchanges = [*parse_history(named.get(HISTORY), location), (question, named[output] or "")]
+            exchanges = [*parse_history(named.get(HISTORY)), (question, named[output] or "")]
             turns = [
                 {"role": role, "content": words}
                 for exchange in exchanges
@@ -245,10 +242,10 @@ class Form:
         elif self.kind == "prompt":
             question, answer = named["prompt"], named["completion"]
             if not (isinstance(question, str) and isinstance(answer, str)):
-                prompt_turns = parse_turns(question, "prompt", location)  # without loss, also their answers
+                prompt_turns = parse_turns(question, "prompt")  # without loss, also their answers
                 turns = [{**turn, "weight": 0} for turn in prompt_turns]
-                turns += parse_turns(answer, "completion", location)
-            elif _are_turns(named, location):
+                turns += parse_turns(answer, "completion")
+            elif _are_turns(named):
                 turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             else:
                 return _with_completion(question, answer)
@@ -256,8 +253,8 @@ class Form:
             column = self.columns[0]
             if not holds_turns(named[column], column):
                 return Content(text=named[column])
-            turns = parse_turns(named[column], column, location)
-        return Content(conversation=_build_conversation(turns, named, location))
+            turns = parse_turns(named[column], column)
+        return Content(conversation=_build_conversation(turns, named))
 
 
 def _with_completion(prompt: str, completion: str) -> Content:
@@ -266,34 +263,32 @@ def _with_completion(prompt: str, completion: str) -> Content:
     return Content(text, ((len(prompt), len(text)),))
 
 
-def _are_turns(values: Mapping[str, Any], location: str) -> bool:
+def _are_turns(values: Mapping[str, Any]) -> bool:
     """Return whether a prompt and its answers that are texts are turns, since they have a system text."""
     if values.get("system") is not None:
         return True
-    extra = _build_conversation([], values, location)
+    extra = _build_conversation([], values)
     for name, value in (("tools", extra.tools), (TEMPLATE_ARGUMENTS, extra.template_arguments)):
         if value:
             raise CorpusError(
-                f"{location}: {name}: only a chat template reads it, but the prompt and the answers are texts; write "
+                f"{name}: only a chat template reads it, but the prompt and the answers are texts; write "
                 "them as turns, or remove the column"
             )
     return False
 
 
-def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], location: str) -> Conversation:
+def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any]) -> Conversation:
     """Return the conversation of turns without their loss flags, with what further columns add."""
-    turns = [_parse_turn(turn, f"{location}: turn {k}") for k, turn in enumerate(raw_turns)]
+    turns = [_parse_turn(turn, k) for k, turn in enumerate(raw_turns)]
     system = values.get("system")
     if isinstance(system, str) and system.strip() and (not turns or turns[0]["role"] != "system"):
         turns.insert(0, {"role": "system", "content": system})
     # a list, JSON text of a list (LLaMA-Factory), or a list of JSON texts
-    descriptions = _parse_list(values.get("tools"), f"{location}: tools")
+    descriptions = _parse_list(values.get("tools"), "tools")
     try:
         tools = [json.loads(tool) if isinstance(tool, str) else plain_json(tool, repair=False) for tool in descriptions]
     except (ValueError, RecursionError) as err:
-        raise CorpusError(
-            f"{location}: tools: got {values['tools']!r:.60}, expected a list of JSON values: {err}"
-        ) from err
+        raise CorpusError(f"tools: got {values['tools']!r:.60}, expected a list of JSON values: {err}") from err
     untrained, fault = set[int](), None
     for k, turn in enumerate(turns):
         is_answer = turn["role"] == "assistant"
@@ -301,7 +296,7 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
             value = turn.pop(flag, None)
             if value not in (None, 0, 1):
                 raise CorpusError(
-                    f"{location}: turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
+                    f"turn {k}: {flag}: got {value!r:.60}, expected 0 or 1 (false or true); other loss "
                     "weights are not supported"
                 )
             if value is not None and not value and is_answer:
@@ -323,15 +318,16 @@ def _build_conversation(raw_turns: Sequence[Any], values: Mapping[str, Any], loc
     except (TypeError, ValueError, RecursionError) as err:
         wrong = f"got {template_arguments!r:.60}, expected a mapping of JSON values: {err}"
     if wrong:
-        raise CorpusError(f"{location}: {TEMPLATE_ARGUMENTS}: {wrong}")
+        raise CorpusError(f"{TEMPLATE_ARGUMENTS}: {wrong}")
     return Conversation(tuple(turns), tuple(tools), frozenset(untrained), fault, arguments)
 
 
 PAIR: Final = ("chosen", "rejected")  # columns of preference pairs
+PAIRS_HINT: Final = "to train on the pairs: --loss dpo (corpus.form=preference)"
 PAIR_PROMPTS: Final = ("prompt", *TURNS, "question")  # columns of their prompts; the first one that is present is read
 
 
-def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
+def read_preference_pair(record: Mapping[str, Any]) -> Content:
     """Parse a preference pair, in the forms of TRL's DPOTrainer, LLaMA-Factory and Axolotl.
 
     Sides are texts or chats; a single turn may stand without its list. The prompt is `prompt`, a list of turns in
@@ -350,28 +346,28 @@ def read_preference_pair(record: Mapping[str, Any], location: str) -> Content:
         side = record.get(name)
         if side is None or (isinstance(side, str | list) and not (side.strip() if isinstance(side, str) else side)):
             raise CorpusError(
-                f"{location}: {name}: missing or empty, but {other} is present; a preference pair needs both answers: "
+                f"{name}: missing or empty, but {other} is present; a preference pair needs both answers: "
                 "complete or remove the record"
             )
     source = next((name for name in PAIR_PROMPTS if record.get(name) is not None), None)
     prompt = None if source is None else record[source]
     chosen, rejected = (record[name] for name in PAIR)
     are_texts = isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None)
-    if are_texts and source != "question" and not _are_turns(record, location):
+    if are_texts and source != "question" and not _are_turns(record):
         # without a prompt, it is the common beginning; as in TRL without the space before the first different word
         common = commonprefix([chosen, rejected]).removesuffix(" ") if prompt is None else ""  # noqa: RUF071 - no paths
         contents = [_with_completion(prompt or common, side[len(common) :]) for side in (chosen, rejected)]
     elif are_texts and source is None:
         raise CorpusError(
-            f"{location}: system: precedes a prompt, but the pair has none of {', '.join(PAIR_PROMPTS)}; add the "
+            f"system: precedes a prompt, but the pair has none of {', '.join(PAIR_PROMPTS)}; add the "
             "prompt, or remove the column"
         )
     else:
-        contents = _chat_sides(record, prompt, location)
+        contents = _chat_sides(record, prompt)
     return replace(contents[0], rejected=contents[1])
 
 
-def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[Content]:
+def _chat_sides(record: Mapping[str, Any], prompt: Any) -> list[Content]:
     """Return both sides of a pair of chats, each with one answer after the common beginning."""
     sides: list[list[Any]] = []
     for name in PAIR:  # a list of turns, JSON text of one, a single turn, or the text of an answer
@@ -381,14 +377,14 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
         elif isinstance(side, Mapping) and not all(isinstance(part, list) for part in side.values()):
             sides.append([side])
         else:
-            sides.append(parse_turns(side, name, location))
+            sides.append(parse_turns(side, name))
     n_equal = next((k for k, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
     n_common = min(n_equal, *(len(side) - 1 for side in sides))  # the last turn is the answer, even if sides are equal
     if not isinstance(prompt, str):
-        prompt_turns: list[Any] = [] if prompt is None else parse_turns(prompt, "prompt", location)
+        prompt_turns: list[Any] = [] if prompt is None else parse_turns(prompt, "prompt")
     else:  # a prompt that is text repeats the common beginning of the sides, if they have one
         prompt_turns = [] if n_common else [{"role": "user", "content": prompt}]
-    chats = [_build_conversation([*prompt_turns, *side], record, location) for side in sides]
+    chats = [_build_conversation([*prompt_turns, *side], record) for side in sides]
     for name, side, chat in zip(PAIR, sides, chats, strict=True):
         fault, n_answers = "", len(side) - n_common
         if n_answers != 1:
@@ -396,11 +392,11 @@ def _chat_sides(record: Mapping[str, Any], prompt: Any, location: str) -> list[C
         elif chat.fault is not None or chat.turns[-1]["role"] != "assistant":
             fault = FAULTS[chat.fault or "no_answer"]
         if fault:
-            raise CorpusError(f"{location}: {name}: {fault}; fix or remove the record")
+            raise CorpusError(f"{name}: {fault}; fix or remove the record")
     return [Content(conversation=chat) for chat in chats]
 
 
-def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
+def _parse_list(value: Any, name: str, of: type = object) -> list[Any]:
     """Return a list of items of a type, parsed if it is JSON text; null and white space are an empty list."""
     try:
         parsed = (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
@@ -409,18 +405,18 @@ def _parse_list(value: Any, location: str, of: type = object) -> list[Any]:
     items = parsed or []
     if not isinstance(items, list | tuple) or not all(isinstance(item, of) for item in items):
         kind = "a list" if of is object else "a list of objects"
-        raise CorpusError(f"{location}: got {value!r:.60}, expected {kind}, or JSON of one")
+        raise CorpusError(f"{name}: got {value!r:.60}, expected {kind}, or JSON of one")
     return list(items)
 
 
-def parse_history(history: Any, location: str) -> list[tuple[str, str]]:
+def parse_history(history: Any) -> list[tuple[str, str]]:
     """Return the earlier questions and answers of an instruction."""
     pairs = [] if history is None else history
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == len(("question", "answer")) and all(isinstance(s, str) for s in pair)
         for pair in pairs
     ):
-        raise CorpusError(f"{location}: {HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
+        raise CorpusError(f"{HISTORY}: got {history!r:.60}, expected a list of [question, answer]")
     return [(question, answer) for question, answer in pairs]
 
 
@@ -436,15 +432,14 @@ def holds_turns(value: Any, column: str) -> bool:
     return value is not None
 
 
-def parse_turns(value: Any, column: str, location: str) -> list[Any]:
+def parse_turns(value: Any, column: str) -> list[Any]:
     """Return turns from a list, JSON text of a list, or a struct of lists, as `datasets` stores them."""
     if isinstance(value, str) and JSON_TURNS.match(value):
         try:
             value = plain_json(json.loads(value))
         except (ValueError, RecursionError) as err:
             raise CorpusError(
-                f"{location}: text column {column!r} begins like a list of turns but is not JSON: {err}; "
-                "write it as JSON"
+                f"text column {column!r} begins like a list of turns but is not JSON: {err}; write it as JSON"
             ) from err
     columns = list(value.values()) if isinstance(value, Mapping) else []
     if columns and all(isinstance(part, list) and len(part) == len(columns[0]) for part in columns):
@@ -452,13 +447,13 @@ def parse_turns(value: Any, column: str, location: str) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         kind = f"a list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
         raise CorpusError(
-            f"{location}: text column {column!r} holds {kind}, expected text or a list of turns with role and content"
+            f"text column {column!r} holds {kind}, expected text or a list of turns with role and content"
         )
     return value
 
 
-def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Return a turn in the form of chat templates, with its loss flags; invalid calls are None."""
+def _parse_turn(turn: Mapping[str, Any], k: int) -> dict[str, Any]:
+    """Return turn k in the form of chat templates, with its loss flags; invalid calls are None."""
     members: dict[str, Any] = plain_json(dict(turn), repair=False)  # surrogates are repaired when files are read
     role, content = members.pop("role", members.pop("from", None)), members.pop("content", members.pop("value", ""))
     standard_role, fault = ROLES.get(role.lower()) if isinstance(role, str) else None, ""
@@ -471,10 +466,10 @@ def _parse_turn(turn: Mapping[str, Any], location: str) -> dict[str, Any]:
     elif not isinstance(content, str) and standard_role != "tool":  # templates accept any form of a tool's result
         fault = f" ({standard_role}): got {content!r:.60}, expected text; images and audio are not supported"
     if fault:
-        raise CorpusError(f"{location}{fault}")
+        raise CorpusError(f"turn {k}{fault}")
     if role.lower() == CALL and "tool_calls" not in members:  # LLaMA-Factory writes it as a tool call of the model
         members[CALL], content = content, ""
-    members["tool_calls"] = _parse_list(members.get("tool_calls"), f"{location}: tool_calls", Mapping)
+    members["tool_calls"] = _parse_list(members.get("tool_calls"), f"turn {k}: tool_calls", Mapping)
     function_call = members.pop(CALL, None) if standard_role == "assistant" else None
     if function_call and not members["tool_calls"]:  # one or several, or JSON text of them
         try:
@@ -535,62 +530,59 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
         other_columns: all others: labels, which may be paths such as `images.0`, and ignored ones.
     """
     others = {name.partition(".")[0] for name in other_columns}
-    text_column, columns = roles.get("text", roles.get("turns")), {*roles.values(), *others}
-    notes = []
-    if text_column in PAIR and set(PAIR) <= columns and "rejected" not in roles:
+    text_column, notes = roles.get("text", roles.get("turns")), list[str]()
+    if text_column in PAIR and {*roles.values(), *others}.issuperset(PAIR) and "rejected" not in roles:
         other = PAIR[1 - PAIR.index(text_column)]
-        if "turns" in roles:
-            notes.append(f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read")
-        else:
-            has_prompt = "prompt" in columns
-            unread_parts = f"{other!r} and the prompt are" if has_prompt else f"{other!r} is"
-            advice = f". For loss on the answer after its prompt: {PROMPT_SETTINGS}" if has_prompt else ""
-            notes.append(
-                f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; "
-                f"{unread_parts} not read{advice}"
-            )
-    if unread := [name for name in TRAINER_COLUMNS if name in others]:
-        notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread)}")
+        note = f"preference pairs: the answers of {text_column!r} are trained on; {other!r} is not read"
+        if "text" in roles:
+            note = f"preference pairs: {text_column!r} is read as plain text, all of whose tokens carry loss; {other!r}"
+            if "prompt" in others:
+                note += f" and the prompt are not read. For loss on the answer after its prompt: {PROMPT_SETTINGS}"
+            else:
+                note += " is not read"
+        notes.append(note)
+    if unread_columns := [name for name in TRAINER_COLUMNS if name in others]:
+        notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread_columns)}")
     return notes
+
+
+# Forms of records by the option that selects them: the kind, the columns that a record needs, and those that it may
+# have. Of alternative names, separated by |, the first existing one is read.
+FORMS: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    **{f"--text-column {name}": ("text", (name,), EXTRA_COLUMNS) for name in TURNS},
+    f"--text-column {TEXT}": ("text", (TEXT,), ()),
+    "--set corpus.form=prompt": ("prompt", ("prompt", "completion"), EXTRA_COLUMNS),
+    "--set corpus.form=instruction": (
+        "instruction",
+        ("instruction", "|".join(OUTPUTS)),
+        ("|".join(INPUTS), *EXTRA_COLUMNS, HISTORY),
+    ),
+}
 
 
 def forms_in(names: Collection[str]) -> dict[str, Form]:
     """Return every form of records with these columns, by the option that selects it."""
-    extra = tuple(name for name in EXTRA_COLUMNS if name in names)
-    forms = {f"--text-column {name}": Form("text", (name, *extra)) for name in TURNS if name in names}
-    if TEXT in names:
-        forms[f"--text-column {TEXT}"] = Form("text", (TEXT,))
-    if "prompt" in names and "completion" in names:
-        forms["--set corpus.form=prompt"] = Form("prompt", ("prompt", "completion", *extra))
-    output = next((name for name in OUTPUTS if name in names), None)
-    if "instruction" in names and output is not None:
-        inputs = tuple(name for name in INPUTS if name in names)[:1]
-        earlier = (HISTORY,) if HISTORY in names else ()
-        columns = ("instruction", output, *inputs, *extra, *earlier)
-        forms["--set corpus.form=instruction"] = Form("instruction", columns)
+    forms = {}
+    for option, (kind, needed, further) in FORMS.items():
+        columns = [next((name for name in group.split("|") if name in names), "") for group in (*needed, *further)]
+        if all(columns[: len(needed)]):
+            forms[option] = Form(kind, tuple(filter(None, columns)))
     return forms
 
 
-def form_of(names: Collection[str], settings: CorpusSettings, location: str) -> Form:
+@lru_cache(maxsize=256)
+def form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
     """Return the form in which records with these columns are read.
 
     Raises:
         CorpusError: no form applies, or several do and the settings select none.
     """
-    form = _select_form(tuple(names), settings)
+    form = _select_form(names, settings)
     if isinstance(form, str):
-        raise CorpusError(f"{location}: {form}; columns found: {', '.join(names) or 'none'}")
+        raise CorpusError(f"{form}; columns found: {', '.join(names) or 'none'}")
     return form
 
 
-NEEDED: Final = {  # columns of a form, for messages
-    "prompt": "`prompt` and `completion`",
-    "instruction": "`instruction` and `output` or `response`",
-    "preference": "`chosen` and `rejected`",
-}
-
-
-@lru_cache(maxsize=256)
 def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
     """Return a form, or why there is none: by dataset entry, templates, `corpus.form`, column, or the only one."""
     if settings.fields is not None:
@@ -608,14 +600,16 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
             prompts = [name for name in PAIR_PROMPTS if name in names][:1]
             extra = [name for name in EXTRA_COLUMNS if name in names]
             form = Form("preference", (*prompts, *PAIR, *extra))
-        return form or f"corpus.form: got {settings.form}, which takes {NEEDED[settings.form]}"
+        _, needed, _ = FORMS.get(f"--set corpus.form={settings.form}", ("", PAIR, ()))
+        columns = " and ".join(" or ".join(f"`{name}`" for name in group.split("|")) for group in needed)
+        return form or f"corpus.form: got {settings.form}, which takes {columns}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if IDS in names:
         return Form("text", (settings.text_column or TEXT,))
     if settings.text_column is None and not forms and set(PAIR) <= set(names):
         advice = f"; to train on the chosen answers: {PROMPT_SETTINGS}" if "prompt" in names else ""
-        return f"contains preference pairs; to train on them: --loss dpo (corpus.form=preference){advice}"
+        return f"contains preference pairs; {PAIRS_HINT}{advice}"
     if settings.text_column is not None or not forms:
         return (
             f"no text column {settings.text_column or TEXT!r} and no ids column {IDS!r}; name the one that holds the "
@@ -636,7 +630,7 @@ def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> F
     if missing := [column for column in required.values() if column not in names]:
         return f"no column {', '.join(missing)}, which the {origin} names"
     if fields.form == "preference" != form:
-        return f"the {origin} has preference pairs; to train on them: --loss dpo (corpus.form=preference)"
+        return f"the {origin} has preference pairs; {PAIRS_HINT}"
     if form == "preference" != fields.form:
         return f"the {origin} has no preference pairs; omit --loss dpo"
     claim = claimed("record", fields)
@@ -648,14 +642,14 @@ def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> F
     return Form("text" if fields.form == "messages" else fields.form, columns, names=fields, reader=claim.reader)
 
 
-def conversation_in(record: Mapping[str, Any], location: str) -> Conversation | None:
+def conversation_in(record: Mapping[str, Any]) -> Conversation | None:
     """Return the conversation of a record in any form, or None.
 
     Raises:
         CorpusError: its content is invalid.
     """
     for form in forms_in([name for name, value in record.items() if value is not None]).values():
-        conversation = form.read(record, location).conversation
+        conversation = form.read(record).conversation
         if conversation is not None:
             return conversation
     return None

@@ -11,7 +11,7 @@ Start with `read_documents`. A *record* is a line of JSON or a row of a table. E
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -21,21 +21,22 @@ import numpy as np
 import pyarrow as pa
 
 from grasp.arrays import I32
-from grasp.corpus.conversations import IDS, Conversation, Span, form_of, holds_turns
+from grasp.corpus.conversations import IDS, Conversation, Form, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
 from grasp.corpus.text_files import DELIMITER, cell_value, file_type, one_line
-from grasp.corpus.values import plain_record, plain_values
-from grasp.errors import CorpusError
+from grasp.corpus.values import plain_json, plain_values
+from grasp.errors import CorpusError, at
 from grasp.settings import CorpusSettings
+from grasp.text import did_you_mean
 
 ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one holds row ids, unless a setting names another column
 DOC_ID_COLUMN = "doc_id"
 FIRST_DOCUMENTS = 256  # documents that are read when a corpus is opened
 
 Columns = Mapping[str, pa.DataType | None]  # with their types; None for fields of JSON, whose types are not known
-# Function (columns, location) -> columns of content, such as `content_columns`; its errors begin with the location.
-ContentOf = Callable[[Columns, str], Sequence[str]]
+# Function that returns the columns of content, and the form in which they are read, such as `content_columns`.
+ContentOf = Callable[[Columns], tuple[Sequence[str], Form | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,14 @@ class Record:
     labels: Mapping[str, Label]
     values: Mapping[str, Any]  # plain values of all columns but the ignored ones; token ids may be an array
     ignored: tuple[str, ...]  # columns and nested fields without labels: binary, lists of numbers or of records
+    form: Form | None  # how its content is read; None: not as text
 
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
     """Roles of the columns of a file, or of the fields of a JSON line."""
 
+    form: Form | None
     row_id: str | None  # column of row ids; None: generated
     label_by_column: Mapping[str, str]  # names of labels
     dotted_columns: frozenset[str]  # columns with a dot in their name, as nested fields have as labels
@@ -69,7 +72,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
     Args:
         source: files or a table that holds the records.
         settings: columns of ids, nested fields that are labels, and the limit.
-        content_of: returns the columns of content, which are not labels.
+        content_of: returns the columns of content, which are not labels, and their form.
         start: position of the first record.
     Raises:
         CorpusError: a file is damaged, its columns are invalid, or a text is not UTF-8.
@@ -81,8 +84,9 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
     def select_columns(schema: pa.Schema, file: str) -> Sequence[str]:
         """Assign roles when the source opens a file, and tell it which columns to read."""
-        columns = {column.name: column.type for column in schema}
-        roles_by_file[file] = _assign_roles(columns, settings, content_of, file)
+        with at(file):
+            columns = {column.name: column.type for column in schema}
+            roles_by_file[file] = _assign_roles(columns, settings, content_of)
         return roles_by_file[file].columns_to_read
 
     for chunk in source.chunks(start, select_columns):
@@ -93,7 +97,8 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
             if isinstance(chunk, JsonRecord):
                 fields = tuple(values)
                 if fields not in roles_of_line:
-                    roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of, location)}
+                    with at(location):
+                        roles_of_line = {fields: _assign_roles(dict.fromkeys(fields), settings, content_of)}
                 roles = roles_of_line[fields]
             else:
                 roles = roles_by_file[chunk.name]
@@ -128,12 +133,13 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
                 labels=labels,
                 values={name: value for name, value in values.items() if name not in large},
                 ignored=tuple(sorted({*roles.ignored, *without_label})) if without_label else roles.ignored,
+                form=roles.form,
             )
 
 
-def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf, location: str) -> _Roles:
+def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: ContentOf) -> _Roles:
     """Assign the columns of a file, or the fields of a JSON line, to ids, content and labels."""
-    content = content_of(columns, location)
+    content, form = content_of(columns)
     others = {column: data_type for column, data_type in columns.items() if column not in content}
     with_label_paths = {path.partition(".")[0] for path in settings.label_paths}
     ignored = tuple(
@@ -143,8 +149,9 @@ def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: Conten
             if data_type is not None and not has_labels(data_type) and column not in with_label_paths
         )
     )
-    ids = id_columns(settings, list(columns), location)
+    ids = id_columns(settings, columns)
     return _Roles(
+        form=form,
         row_id=ids[0],
         label_by_column={column: label_name(column) for column in others if column not in (*ignored, *ids)},
         dotted_columns=frozenset(column for column in others if "." in column),
@@ -167,7 +174,10 @@ def records_in(
     """
     if isinstance(chunk, JsonRecord):
         try:
-            record = plain_record(chunk.record, repair=repair)
+            record = {  # with null fields, which are columns
+                plain_json(name, repair=repair): plain_json(value, repair=repair)
+                for name, value in chunk.record.items()
+            }
         except RecursionError as err:
             raise CorpusError(f"{chunk.location}: nested too deeply; fix or remove the line") from err
         yield chunk.location, record
@@ -198,7 +208,7 @@ def _column_values(chunk: ArrowChunk, name: str, *, as_arrays: bool) -> list[Any
         raise
 
 
-def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) -> tuple[str | None, str]:
+def id_columns(settings: CorpusSettings, names: Collection[str]) -> tuple[str | None, str]:
     """Return the columns of row ids, None if they are generated, and of document ids, which records may lack.
 
     The setting of row ids is a column, "" to generate ids, or None for the first existing one of ROW_ID_COLUMNS.
@@ -211,8 +221,9 @@ def id_columns(settings: CorpusSettings, names: Sequence[str], location: str) ->
     if row_id is None:
         row_id = next((name for name in ROW_ID_COLUMNS if name in names), None)
     elif row_id and row_id not in (*names, ROW_ID_COLUMNS[0], DOC_ID_COLUMN):
+        hint = did_you_mean(row_id, names)
         raise CorpusError(
-            f"{location}: no column {row_id!r}, named by corpus.row_id_column; columns found: {', '.join(names)}"
+            f"no column {row_id!r}{hint}, named by corpus.row_id_column; columns found: {', '.join(names)}"
         )
     return row_id or None, DOC_ID_COLUMN
 
@@ -253,18 +264,18 @@ class Document:
         return self.input_ids is None and not self.unusable and bool(self.text) and not str(self.text).isspace()
 
 
-def read_documents(settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
-    """Stream the documents of a corpus, files sorted by name, from position `start` on.
+def read_documents(settings: CorpusSettings, *, source: Source | None = None, start: int = 0) -> Iterator[Document]:
+    """Stream the documents of a corpus, files sorted by name, from position `start` up to the limit of the settings.
 
+    Args:
+        settings: settings of the corpus.
+        source: the open source. Default: open the path of the settings.
+        start: position of the first document.
     Raises:
         CorpusError: nothing to read, a damaged file, or columns that match no form, or several.
     """
-    return documents_of(open_source(settings.path, settings.split), settings, start=start)
-
-
-def documents_of(source: Source, settings: CorpusSettings, *, start: int = 0) -> Iterator[Document]:
-    """Yield the documents of an open source, from position `start` up to the limit of the settings."""
-    yield from _build_documents(read_records(source, settings, partial(content_columns, settings), start), settings)
+    source = source or open_source(settings.path, settings.split)
+    return _build_documents(read_records(source, settings, partial(content_columns, settings), start))
 
 
 class Corpus:
@@ -281,16 +292,17 @@ class Corpus:
         first_record = list(islice(records, 1))  # empty if the corpus is
         self.columns: dict[str, str] = {}
         for record in first_record:
-            form = form_of(record.values.keys(), settings, record.location)
+            form = record.form
+            assert form is not None
             columns: dict[str, str | None] = dict(zip(form.columns, form.sources, strict=True))
             if form.kind == "text":
                 has_turns = holds_turns(record.values.get(form.sources[0]), form.columns[0])
                 text_source = columns.pop(form.columns[0])
                 columns = {"turns" if has_turns else "text": text_source, **columns}
-            row_id, doc_id = id_columns(settings, [*record.values, *record.ignored], record.location)
+            row_id, doc_id = id_columns(settings, [*record.values, *record.ignored])
             columns |= {"input_ids": IDS, "row_id": row_id, "doc_id": doc_id}
             self.columns = {role: column for role, column in columns.items() if column in record.values and column}
-        documents = _build_documents(chain(first_record, records), settings)
+        documents = _build_documents(chain(first_record, records))
         self.first = list(islice(documents, FIRST_DOCUMENTS))
         self._remaining: Iterator[Document] | None = documents
 
@@ -307,15 +319,16 @@ class Corpus:
         if start == 0 and self._remaining is not None:
             first, self.first, remaining, self._remaining = self.first, [], self._remaining, None
             return chain(first, remaining)
-        return documents_of(self.source, self.settings, start=start)
+        return read_documents(self.settings, source=self.source, start=start)
 
 
-def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Iterator[Document]:
+def _build_documents(records: Iterable[Record]) -> Iterator[Document]:
     """Build documents from records."""
     for record in records:
-        ids = record.values.get(IDS)
-        input_ids = None if ids is None else _token_ids(ids, record.location)
-        content = form_of(record.values.keys(), settings, record.location).read(record.values, record.location)
+        assert record.form is not None
+        with at(record.location):
+            input_ids = _token_ids(record.values.get(IDS))
+            content = record.form.read(record.values)
         if (doc_id := record.doc_id) is None:  # a hash of the content, and the position, which distinguishes duplicates
             sides = [side for side in (content, content.rejected) if side is not None]
             text = "".join(
@@ -342,22 +355,22 @@ def _build_documents(records: Iterable[Record], settings: CorpusSettings) -> Ite
             yield replace(document, rejected=rejected)
 
 
-def _token_ids(ids: Any, location: str) -> I32:
-    """Return the token ids of a record."""
+def _token_ids(ids: Any) -> I32 | None:
+    """Return the token ids of a record, if it has them."""
+    if ids is None:
+        return None
     is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
     # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
     array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)
     if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
         shown = ids.to_pylist() if isinstance(ids, pa.Array) else ids
-        raise CorpusError(
-            f"{location}: ids column {IDS!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null"
-        )
+        raise CorpusError(f"ids column {IDS!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null")
     return array.astype(np.int32)
 
 
-def content_columns(settings: CorpusSettings, columns: Columns, location: str) -> tuple[str, ...]:
-    """Return the columns of content, which are not labels, after validating their types."""
-    form = form_of(columns.keys(), settings, location)
+def content_columns(settings: CorpusSettings, columns: Columns) -> tuple[tuple[str, ...], Form]:
+    """Return the columns of content, which are not labels, after validating their types, and their form."""
+    form = form_of(tuple(columns), settings)
     text = form.sources[0] if form.kind == "text" else None
     for column, data_type in columns.items():
         if data_type is None or pa.types.is_null(data_type) or column not in (IDS, text):  # None: JSON, of any type
@@ -368,8 +381,8 @@ def content_columns(settings: CorpusSettings, columns: Columns, location: str) -
             is_valid = is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
         if not is_valid:
             expected = "lists of integers" if column == IDS else "text or a list of turns"
-            raise CorpusError(f"{location}: column {column!r} holds {data_type}, expected {expected}")
-    return (*form.sources, IDS)
+            raise CorpusError(f"column {column!r} holds {data_type}, expected {expected}")
+    return (*form.sources, IDS), form
 
 
 def content_hash(content: bytes) -> str:

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from grasp.arrays import I64, Bool
+from grasp.arrays import I32, I64, Bool
 from grasp.corpus.conversations import Conversation, Span
 from grasp.errors import CorpusError
 
@@ -99,10 +99,10 @@ class TokenizedText:
         ends: (L,), exclusive end character of each token; None if the tokenizer reports no offsets.
     """
 
-    ids: I64
-    n_prefix: int
-    loss_mask: Bool | None
-    ends: I64 | None
+    ids: I32 | I64
+    n_prefix: int = 0
+    loss_mask: Bool | None = None
+    ends: I64 | None = None
 
 
 def encode_texts(texts: Sequence[ModelText], tokenizer: Tokenizer) -> list[TokenizedText]:
@@ -139,8 +139,7 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
         return mask
     if spans is None:
         for start, stop in text.loss_spans:
-            n_before = _count_tokens_before(text, start, ids, tokenizer)
-            mask[n_before : _count_tokens_until(text, stop, ids, tokenizer)] = True
+            mask[slice(*(_count_tokens_before(text, char, ids, tokenizer) for char in (start, stop)))] = True
         return mask
     begin_L, end_L = np.array(spans, dtype=np.int64).T
     for start, stop in text.loss_spans:
@@ -158,26 +157,17 @@ def _loss_mask(text: ModelText, ids: list[int], spans: list[Span] | None, tokeni
 
 def _count_tokens_before(text: ModelText, char: int, ids: list[int], tokenizer: Tokenizer) -> int:
     """Return the number of tokens before a character without offsets, by encoding the text up to it."""
-    prompt = text.text[:char]
+    if char == len(text.text):
+        return len(ids)
+    before = text.text[:char]
     # White space at the end of a prompt may be part of the first token of its completion.
-    candidates = (prompt, prompt.rstrip()) if text.kind == "pair" else (prompt,)
-    encoded = tokenizer.encode(candidates)
-    for before in encoded:
-        if ids[: len(before)] == before:
-            return len(before)
+    encoded = tokenizer.encode((before, before.rstrip()) if text.kind == "pair" else (before,))
+    for prompt_ids in encoded:
+        if ids[: len(prompt_ids)] == prompt_ids:
+            return len(prompt_ids)
     if text.kind == "pair":
         return min(len(encoded[0]), len(ids) - 1)
     raise CorpusError(
         "the tokenizer reports no offsets, and a token contains the end of a prompt and the beginning of its answer, "
-        "so the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"
+        "or the end of an answer, so the boundary is ambiguous; use a fast tokenizer (tokenizer.json)"
     )
-
-
-def _count_tokens_until(text: ModelText, char: int, ids: list[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens up to a character without offsets, including the token that contains it."""
-    if char == len(text.text):
-        return len(ids)
-    (until,) = tokenizer.encode([text.text[:char]])
-    n_equal = next((k for k, (token, other) in enumerate(zip(ids, until, strict=False)) if token != other), len(until))
-    # If the encodings differ, the first different token of the text contains the character.
-    return n_equal + (n_equal < len(until))

@@ -172,16 +172,6 @@ def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) 
     return replace(document, text=text, answers=answers, left_out=left_out)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """All tokens of one document."""
-
-    document: Document
-    ids: I32
-    end_chars: I64 | None = None  # exclusive end character of each token
-    loss_mask: Bool | None = None  # tokens that carry loss; None: all
-
-
 class _Packer:
     """Split documents with tokens into rows; see `pack` for the arguments."""
 
@@ -209,27 +199,30 @@ class _Packer:
             is_space = document.input_ids is None and tokens is None and bool(document.text)
             self._skipped.add("whitespace" if is_space else "empty", document.name, document.location)
             return
-        sides = [self._whole_document(document, tokens)]
+        whole = self._whole_document(document, tokens)
+        if whole.loss_mask is None:
+            yield from self._split_document(document, whole)
+            return
+        sides = [whole]
         if document.rejected is not None:
             if rejected is None:
                 self._skipped.add("empty", document.name)
                 return
             sides.append(self._whole_document(document.rejected, rejected))
-        if sides[0].loss_mask is None:
-            yield from self._split_document(sides[0])
-            return
-        for whole in sides:
-            assert whole.loss_mask is not None
-            whole.loss_mask[:1] = False  # nothing predicts the first token
-            if not whole.loss_mask.any():
+        for side in sides:
+            assert side.loss_mask is not None
+            side.loss_mask[:1] = False  # nothing predicts the first token
+            if not side.loss_mask.any():
                 self._skipped.add("no_loss", document.name, document.location)
                 return
-        yield from self._pack_answers(sides[0]) if len(sides) == 1 else self._pack_preference_pair(*sides)
+        yield from (
+            self._pack_answers(document, whole) if len(sides) == 1 else self._pack_preference_pair(document, sides)
+        )
 
-    def _split_document(self, whole: _Tokens) -> Iterator[Row]:
+    def _split_document(self, document: Document, whole: TokenizedText) -> Iterator[Row]:
         """Yield a text or token ids as rows of max_length tokens; a short last row is skipped."""
-        document, n_tokens = whole.document, len(whole.ids)
-        max_rows, min_end_tokens = self._settings.max_rows_per_document, self._settings.shortest_end
+        n_tokens, max_rows = len(whole.ids), self._settings.max_rows_per_document
+        min_end_tokens = self._settings.shortest_end
         if min_end_tokens is None:
             min_end_tokens = int(MIN_END_SHARE * self._length)
         prefix = self._prefix if document.input_ids is None else self._prefix[:0]
@@ -246,10 +239,10 @@ class _Packer:
                 return
             # The tokens of the document begin with the prefix already; later rows need room for their own.
             stop = start + self._length - (len(prefix) if start else 0)
-            yield from self._build_row(whole, start, stop, prefix, Cursor(document.index, stop, ordinal + 1))
+            yield from self._build_row(document, whole, start, stop, prefix, Cursor(document.index, stop, ordinal + 1))
             start = stop
 
-    def _whole_document(self, document: Document, tokens: TokenizedText | None) -> _Tokens:
+    def _whole_document(self, document: Document, tokens: TokenizedText | None) -> TokenizedText:
         """Return all tokens of a document, with the special tokens that end a text."""
         unchecked: I32 | I64 | None = document.input_ids if tokens is None else tokens.ids
         assert unchecked is not None
@@ -262,8 +255,8 @@ class _Packer:
                 "use the tokenizer that the model was trained with"
             )
         if tokens is None:
-            return _Tokens(document, unchecked.astype(np.int32, copy=False))
-        ids, loss_mask, end_chars = tokens.ids, tokens.loss_mask, tokens.ends
+            return TokenizedText(unchecked.astype(np.int32, copy=False))
+        ids, loss_mask, ends = tokens.ids, tokens.loss_mask, tokens.ends
         if document.conversation is None:  # chat templates write their own end-of-turn tokens
             suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)
             if np.array_equal(ids[len(ids) - len(suffix) :], suffix):  # the text ends with it already
@@ -271,13 +264,13 @@ class _Packer:
             ids = np.concatenate([ids, suffix])
             if loss_mask is not None:
                 loss_mask = np.concatenate([loss_mask, np.full(len(suffix), loss_mask.any())])
-            if end_chars is not None:
-                end_chars = np.concatenate([end_chars, np.full(len(suffix), end_chars[-1])])
-        if end_chars is not None:  # the last token, which may be EOS, extends to the end of the text
-            end_chars[-1] = len(document.text or "")
-        return _Tokens(document, ids.astype(np.int32), end_chars, loss_mask)
+            if ends is not None:
+                ends = np.concatenate([ends, np.full(len(suffix), ends[-1])])
+        if ends is not None:  # the last token, which may be EOS, extends to the end of the text
+            ends[-1] = len(document.text or "")
+        return TokenizedText(ids.astype(np.int32), tokens.n_prefix, loss_mask, ends)
 
-    def _pack_answers(self, whole: _Tokens) -> Iterator[Row]:
+    def _pack_answers(self, document: Document, whole: TokenizedText) -> Iterator[Row]:
         """Yield a text whose answers carry loss as one row.
 
         If it is too long, the row ends with the last answer, and the beginning is cut off after the special tokens. An
@@ -288,7 +281,7 @@ class _Packer:
         has_prefix = np.array_equal(whole.ids[: len(self._prefix)], self._prefix)
         prefix = self._prefix if has_prefix else self._prefix[:0]
         if len(whole.ids) > self._length:
-            self._skipped.add("cut_begin", whole.document.name)
+            self._skipped.add("cut_begin", document.name)
             capacity = self._length - len(prefix)
             last_loss = int(np.flatnonzero(loss_mask)[-1])
             before_answer = int(np.flatnonzero(~loss_mask[:last_loss])[-1])  # the token before the last answer
@@ -297,46 +290,47 @@ class _Packer:
             remainder = int(np.argmin(loss_mask[start:]))
             loss_mask[start : start + remainder] = False
             stop = start + capacity
-        yield from self._build_row(whole, start, stop, prefix, Cursor(whole.document.index + 1))
+        yield from self._build_row(document, whole, start, stop, prefix, Cursor(document.index + 1))
 
-    def _pack_preference_pair(self, chosen: _Tokens, rejected: _Tokens) -> Iterator[Row]:
+    def _pack_preference_pair(self, document: Document, sides: Sequence[TokenizedText]) -> Iterator[Row]:
         """Yield a preference pair as one row: the tokens of the chosen side, then those of the rejected side.
 
         Both sides keep their prompt, as in TRL (`keep_start`): an answer that is too long loses its end, and a pair
         whose prompt leaves no room for an answer is skipped.
         """
-        document = chosen.document
-        n_prompt_tokens = [int(np.argmax(np.asarray(whole.loss_mask))) for whole in (chosen, rejected)]
+        n_prompt_tokens = [int(np.argmax(np.asarray(side.loss_mask))) for side in sides]
         if max(n_prompt_tokens) >= self._length:
             self._skipped.add("long_prompt", document.name, document.location)
             return
-        sides: list[Row] = []
-        for whole in (chosen, rejected):
+        rows: list[Row] = []
+        for side, whole in zip((document, document.rejected), sides, strict=True):
+            assert side is not None
             if len(whole.ids) > self._length:
                 self._skipped.add("cut_end", document.name)
-            sides += self._build_row(whole, 0, self._length, self._prefix[:0], Cursor(document.index + 1))
-        chosen_row, rejected_row = sides
-        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in sides]
+            rows += self._build_row(side, whole, 0, self._length, self._prefix[:0], Cursor(document.index + 1))
+        masks = [np.arange(row.n_tokens) > 0 if row.loss_mask is None else row.loss_mask for row in rows]
         yield replace(
-            chosen_row,
-            n_tokens=chosen_row.n_tokens + rejected_row.n_tokens,
-            input_ids=np.concatenate([row.input_ids for row in sides]),
+            rows[0],
+            n_tokens=sum(row.n_tokens for row in rows),
+            input_ids=np.concatenate([row.input_ids for row in rows]),
             loss_mask=np.concatenate(masks),
-            split=chosen_row.n_tokens,
+            split=rows[0].n_tokens,
             span=None,
         )
 
-    def _build_row(self, whole: _Tokens, start: int, stop: int, prefix: I32, next_cursor: Cursor) -> Iterator[Row]:
+    def _build_row(
+        self, document: Document, whole: TokenizedText, start: int, stop: int, prefix: I32, next_cursor: Cursor
+    ) -> Iterator[Row]:
         """Yield the tokens [start, stop) of a document as a row, unless it is too short."""
-        document, ids, span = whole.document, whole.ids[start:stop], None
+        ids, span = whole.ids[start:stop].astype(np.int32, copy=False), None
         loss_mask = None if whole.loss_mask is None else whole.loss_mask[start:stop]
         is_whole = len(ids) == len(whole.ids)
         if document.text is not None and is_whole:
             span = document.index, 0, len(document.text)
-        elif document.text is not None and whole.end_chars is not None:
+        elif document.text is not None and whole.ends is not None:
             # characters between two tokens belong to the second
-            start_char = int(whole.end_chars[start - 1]) if start else 0
-            span = document.index, start_char, int(whole.end_chars[start:stop][-1])
+            start_char = int(whole.ends[start - 1]) if start else 0
+            span = document.index, start_char, int(whole.ends[start:stop][-1])
         text, n_chars = "", self._settings.snippet_chars
         if n_chars and span is None:  # no text, or a part of one whose tokenizer reports no offsets
             (text,) = self._tokenizer.decode([ids[:n_chars].tolist()])

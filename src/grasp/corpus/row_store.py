@@ -26,6 +26,7 @@ from pyarrow.dataset import dataset
 from pydantic import ConfigDict, Field
 
 from grasp.arrays import I32, I64, Bool
+from grasp.corpus.conversations import PAIR, PAIRS_HINT
 from grasp.corpus.documents import Corpus
 from grasp.corpus.encoding import Tokenizer
 from grasp.corpus.labels import (
@@ -293,7 +294,7 @@ class RowStore:
             "format": FORMAT,
             "settings": identifying | {"shard_rows": shard_rows},
             **reader,
-            "corpus": _files_of(source),
+            "corpus": {name: [size, stamp] for name, size, stamp in source.identity()},
         }
         store = Store(directory, ROWS)
         store.begin(plan, replace=replace)  # deletes rows of other input, the summary too
@@ -302,9 +303,12 @@ class RowStore:
         marks, skipped, n_documents, fingerprint = cls._write_shards(store, documents, rows, shard_rows, progress)
         if not marks:
             reasons = "; ".join(skipped_lines(skipped.counts, skipped.examples)) or "it is empty"
+            first = next(documents(0), None)
+            columns = set() if first is None else {name.partition(".")[0] for name in (*first.labels, *first.ignored)}
+            hint = f"; {PAIRS_HINT}" if columns.issuperset(PAIR) else ""
             raise CorpusError(
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons}); "
-                "expected at least one of two tokens or more"
+                f"expected at least one of two tokens or more{hint}"
             )
         if (duplicate := _first_duplicate(store)) is not None:
             row_id, *positions = duplicate
@@ -546,7 +550,7 @@ class RowStore:
             plan = parse_json((self._directory / ROWS.plan).read_bytes())
         except (OSError, ValueError):
             return False
-        files = _files_of(source)
+        files = {name: [size, stamp] for name, size, stamp in source.identity()}
         return bool(plan.get("corpus") == files) and all(stamp for _, stamp in files.values())
 
     def texts(self, row_index: I64, corpus: Corpus, tokenizer: Callable[[], Tokenizer]) -> Iterator[str | None]:
@@ -591,8 +595,3 @@ def _first_duplicate(store: Store[RowsMark]) -> tuple[Any, ...] | None:
             )
     finally:
         discard(spill)
-
-
-def _files_of(source: Source) -> dict[str, list[str]]:
-    """Return size and stamp of each file of a corpus, by name."""
-    return {name: [size, stamp] for name, size, stamp in source.identity()}

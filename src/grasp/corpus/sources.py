@@ -23,9 +23,9 @@ import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
 from grasp.corpus.labels import label_text
-from grasp.corpus.text_files import DELIMITER, TEXT_KINDS, file_type, one_line, text_records
+from grasp.corpus.text_files import DELIMITER, FILE_TYPES, file_type, one_line, text_records
 from grasp.corpus.values import plain_values
-from grasp.errors import CorpusError
+from grasp.errors import CorpusError, at
 from grasp.extras import require
 from grasp.hub import is_path, refusal, suggest_path
 from grasp.store.remote import remote_errors
@@ -104,49 +104,43 @@ def is_local(path: str) -> bool:
 
 def is_parquet(path: str) -> bool:
     """Return whether a file is Parquet, by its name."""
-    return file_type(path) == ("parquet", "")
+    return file_type(path)[0] == "parquet"
 
 
-def holds_records(path: str) -> bool:
-    """Return whether a file is of a type that sources read, by its name."""
-    return is_parquet(path) or file_type(path)[0] in TEXT_KINDS
-
-
-def open_source(path: str, split: str | None = None, field: str = "corpus") -> Source:
+def open_source(path: str, split: str | None = None) -> Source:
     """Open a file, a directory, a `datasets` directory, or a hub dataset, or a part of it.
 
     Args:
         path: local path, URL of a file system that fsspec supports, or name of a hub dataset.
         split: split of a `datasets` directory or hub dataset, or of a directory with files named after splits. A range
             of records or percents may follow, by the rules of `datasets`: `train[:10%]`, or `[-5:]` without splits.
-        field: group of settings that names it, for messages.
     Raises:
         CorpusError: no such path, an unsupported file type, a directory without a supported file, several splits and
             none is named, or an empty or invalid range.
         MissingExtraError: `datasets` is needed and not installed.
     """
     if split is None or "[" not in split:
-        return _open_whole(path, split, field)
+        return _open_whole(path, split)
     part = _PART.fullmatch(split)
     if part is None:
-        raise CorpusError(f"{field}.split: got {split!r}, expected one range of a split, such as train[:10%]")
-    whole = _open_whole(path, part["name"] or None, field)
+        raise CorpusError(f"split: got {split!r}, expected one range of a split, such as train[:10%]")
+    whole = _open_whole(path, part["name"] or None)
     n_records = whole.approximate_length(sys.maxsize)  # exact, since that many are counted
     numbers = [int(bound.rstrip("%")) if bound else None for bound in part.group("start", "stop")]
     if "%" in split:  # of either bound: it holds for both, as in `datasets`
         numbers = [None if percent is None else round(percent * n_records / 100) for percent in numbers]
     start, stop, _ = slice(*numbers).indices(n_records)
     if start >= stop:
-        raise CorpusError(f"{field}.split: got {split!r}, which has no record: {path} has {n_records:,}")
+        raise CorpusError(f"split: got {split!r}, which has no record: {path} has {n_records:,}")
     return PartOfSource(whole, split, start, stop)
 
 
-def _open_whole(path: str, split: str | None, field: str) -> Source:
+def _open_whole(path: str, split: str | None) -> Source:
     """Open all records of a path or split; see `open_source`."""
     if path.startswith(IN_MEMORY):
         raise CorpusError(
-            f"{field}: was a table {path}, which is not on disk; pass the same object again, or save it as Parquet "
-            "and pass the file"
+            f"it was a table {path}, which is not on disk; pass the same object again, or save it as Parquet and pass "
+            "the file"
         )
     try:
         with remote_errors(path, CorpusError):
@@ -155,51 +149,45 @@ def _open_whole(path: str, split: str | None, field: str) -> Source:
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {one_line(err)}") from err
     if not exists:
-        return _hub_dataset(path, split, field)
+        return _hub_dataset(path, split)
     # names in messages: paths of local files, URLs otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     if is_file:
-        fault = f"{field}.split: got {split!r}, but {path} is one file and has no splits; omit it"
+        fault = f"split: got {split!r}, but {path} is one file and has no splits; omit it"
         if split is None:
             fault = f"{shown(root)}: unknown file type {PurePosixPath(root).suffix!r}; {EXPECTED_CORPUS}"
-        if split is not None or not holds_records(root):
+        if split is not None or file_type(root)[0] not in FILE_TYPES:
             raise CorpusError(fault)
         return FileSource(fs, [(shown(root), root)], root.rpartition("/")[0])
     is_saved_table = fs.exists(f"{root}/state.json") and fs.exists(f"{root}/dataset_info.json")
     if is_saved_table or fs.exists(f"{root}/dataset_dict.json"):
         datasets = require("datasets", extra="datasets", feature=f"reading the `datasets` directory {path}")
         try:
-            table = _select_split(datasets.load_from_disk(path), split, path, field)
+            table = _select_split(datasets.load_from_disk(path), split, path)
         except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as err:  # IndexError: an empty table
             raise CorpusError(f"{path}: incomplete `datasets` directory: {one_line(err)}; save it again") from err
         return TableSource(table.data.table, path, [_file_identity(fs, file, root) for file in sorted(fs.find(root))])
-    files, unread = _files_of_directory(fs, root, path, split, field)
+    files, unread = _files_of_directory(fs, root, path, split)
     return FileSource(fs, [(shown(file), file) for file in files], root, _partitions(files, root), unread)
 
 
-def _files_of_directory(
-    fs: Any, root: str, path: str, split: str | None, field: str
-) -> tuple[list[str], tuple[str, ...]]:
+def _files_of_directory(fs: Any, root: str, path: str, split: str | None) -> tuple[list[str], tuple[str, ...]]:
     """Return the files of records in a directory, sorted, and the other ones; see `open_source` for the arguments."""
-    visible = []
     with remote_errors(path, CorpusError):
-        paths = sorted(fs.find(root))
-    for file in paths:
-        steps = PurePosixPath(file).relative_to(root).parts
-        if not any(step.startswith((".", "_")) for step in steps):
-            visible.append(file)
+        relative = {file: PurePosixPath(file).relative_to(root) for file in sorted(fs.find(root))}
+    visible = [file for file, steps in relative.items() if not any(s.startswith((".", "_")) for s in steps.parts)]
     # Other files next to the data are mostly notes on it, e.g. dataset_info.json, statistics.csv. C4, Dolma and others
     # use `.json.gz` for JSON lines; plain `.json` files seldom are.
-    records = [file for file in visible if holds_records(file)]
+    records = [file for file in visible if file_type(file)[0] in FILE_TYPES]
     rank_of = {file: (file_type(file)[0] in DELIMITER, file_type(file) == ("json", "")) for file in records}
     lowest = min(rank_of.values(), default=None)
     files = [file for file in records if rank_of[file] == lowest]
-    unread = tuple(file.removeprefix(root).lstrip("/") for file in visible if rank_of.get(file) != lowest)
+    unread = tuple(str(relative[file]) for file in visible if rank_of.get(file) != lowest)
     fault = f"{path}: no file of records in this directory; {EXPECTED_CORPUS}"
     if split is not None:
         named = re.compile(rf"(?:.*/)?{re.escape(split)}[-./][^/]*(?:/.*)?")
-        files = [file for file in files if named.fullmatch(file.removeprefix(root).lstrip("/"))]
-        fault = f"{field}.split: got {split!r}, but no file of {path} is named after it"
+        files = [file for file in files if named.fullmatch(str(relative[file]))]
+        fault = f"split: got {split!r}, but no file of {path} is named after it"
     if len({is_parquet(file) for file in files}) > 1:
         fault = f"{path}: contains both Parquet and JSONL files ({files[0]}, ...); move one kind elsewhere"
         files = []
@@ -217,7 +205,7 @@ def unread_files_note(source: Source) -> list[str]:
     return [f"{len(unread):,} file{'s' * (len(unread) > 1)} not read: {', '.join(examples)}{more}"] if unread else []
 
 
-def _hub_dataset(path: str, split: str | None, field: str) -> Source:
+def _hub_dataset(path: str, split: str | None) -> Source:
     """Load a dataset of the hub."""
     is_link = os.path.lexists(path)
     fault = "a broken or circular symbolic link" if is_link else f"no such file or directory{suggest_path(path)}"
@@ -227,7 +215,7 @@ def _hub_dataset(path: str, split: str | None, field: str) -> Source:
     try:
         if offline := refusal():
             raise OSError(offline)
-        table = _select_split(datasets.load_dataset(path), split, path, field)
+        table = _select_split(datasets.load_dataset(path), split, path)
     except (OSError, ValueError) as err:
         raise CorpusError(f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}") from err
     return TableSource(table.data.table, path, [[path, str(table.num_rows), str(table.info.version)]])
@@ -256,15 +244,17 @@ class FileSource:
         """
         if len(self.files) < 2:
             return {}
-        relative = {path: PurePosixPath(path.removeprefix(self.root).lstrip("/")) for _, path in self.files}
-        folders = {path: [part for part in steps.parts[:-1] if "=" not in part] for path, steps in relative.items()}
-        in_several = len(set(map(tuple, folders.values()))) > 1
+        relative = {path: PurePosixPath(path).relative_to(self.root) for _, path in self.files}
+        folders = {
+            path: "/".join(part for part in steps.parts[:-1] if "=" not in part) for path, steps in relative.items()
+        }
+        in_several = len(set(folders.values())) > 1
         labels = {}
         for path, steps in relative.items():
             suffixes = steps.suffixes[-2 if file_type(steps.name)[1] else -1 :]
             labels[path] = {"file": str(steps).removesuffix("".join(suffixes))}
             if in_several:
-                labels[path]["directory"] = "/".join(folders[path])
+                labels[path]["directory"] = folders[path]
         return labels
 
     def chunks(self, start: int, select: Selector) -> Iterator[Chunk]:
@@ -279,8 +269,9 @@ class FileSource:
             with _open_file(self.fs, path, name) as handle:
                 for line, record in text_records(handle, name, skip):
                     if record is not None:  # otherwise it is one of the first `skip`
-                        for key in partition.keys() & record.keys():
-                            _refuse_conflicting_value(key, partition, [record[key]], f"{name}:{line}")
+                        with at(f"{name}:{line}"):
+                            for key in partition.keys() & record.keys():
+                                _require_equal(key, partition, [record[key]])
                         record |= {key: value for key, (_, value) in partition.items() if key not in record}
                         yield JsonRecord(file_start, name, line, record, file_labels)
                     file_start += 1
@@ -311,7 +302,8 @@ class FileSource:
                     rest = batch.slice(n_before)
                     for key, (_, value) in partition.items():
                         if key in batch.schema.names:
-                            _refuse_conflicting_value(key, partition, plain_values(rest.column(key)), name)
+                            with at(name):
+                                _require_equal(key, partition, plain_values(rest.column(key)))
                         elif key in columns:
                             rest = rest.append_column(key, pa.repeat(pa.scalar(value), rest.num_rows))
                     position = first + n_before
@@ -369,6 +361,7 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
     of 32 bits, and loses the text of a value such as `007`.
     """
     texts: dict[str, dict[str, str | None]] = {}
+    as_text = set()  # keys with a value that is no integer
     for file in files:
         for folder in PurePosixPath(file).relative_to(root).parts[:-1]:
             key, equals, value = (unquote(part) for part in folder.partition("="))
@@ -377,26 +370,22 @@ def _partitions(files: Sequence[str], root: str) -> dict[str, Partition]:
             text = None if value == NO_VALUE else value
             if texts.setdefault(file, {}).setdefault(key, text) != text:
                 raise CorpusError(f"{file}: its folders have two values of {key!r}; rename one of them")
-    as_text = {
-        key
-        for labels in texts.values()
-        for key, text in labels.items()
-        if text is not None and not _INTEGER.fullmatch(text)
-    }
+            if text is not None and not _INTEGER.fullmatch(text):
+                as_text.add(key)
     return {
         file: {key: (text, text if text is None or key in as_text else int(text)) for key, text in labels.items()}
         for file, labels in texts.items()
     }
 
 
-def _refuse_conflicting_value(key: str, partition: Partition, values: Sequence[Any], location: str) -> None:
+def _require_equal(key: str, partition: Partition, values: Sequence[Any]) -> None:
     """Raise an error if a column contradicts the folder of the same name."""
     text, typed = partition[key]
     for value in values:
         if label_text(value) not in (text, label_text(typed)):
             raise CorpusError(
-                f"{location}: column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one "
-                "of them, or correct the column"
+                f"column {key!r} has the value {value!r:.60}, but its folder says {key}={text}; rename one of them, or "
+                "correct the column"
             )
 
 
@@ -508,7 +497,7 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
         if hasattr(data, "iloc"):  # a DataFrame; pandas is slow to import
             table = pa.Table.from_pandas(data, preserve_index=False)
         elif hasattr(data, "with_format") or isinstance(data, Mapping):
-            table = _select_split(data, split, what, what)[:]
+            table = _select_split(data, split, what)[:]
     except (pa.ArrowException, TypeError) as err:
         reason = f"got a column that Arrow cannot hold ({one_line(err)})"
     if not isinstance(table, pa.Table):
@@ -527,17 +516,15 @@ def table_source(data: Any, split: str | None = None, what: str = "corpus") -> T
     return TableSource(table, "corpus", [["table", str(table.num_rows), digest.hexdigest()]])
 
 
-def _select_split(loaded: Any, split: str | None, location: str, field: str) -> Any:
+def _select_split(loaded: Any, split: str | None, location: str) -> Any:
     """Return the table, its only split, or the named split, in Arrow format."""
     tables = loaded if isinstance(loaded, Mapping) else {str(loaded.split): loaded}
     names = ", ".join(sorted(tables))
     name = next(iter(tables)) if split is None and len(tables) == 1 else split
     if name in tables:
         return tables[name].with_format("arrow")
-    option = "--split (corpus.split)" if field == "corpus" else f"{field}.split"
     kind = "" if isinstance(loaded, Mapping) else ", which is one table"
-    raise CorpusError(
-        f"{location}: has the splits {names}; select one with {option}"
-        if split is None
-        else f"{field}.split: got {split!r}, expected one of the splits of {location}{kind}: {names}"
-    )
+    fault = f"split: got {split!r}, expected one of the splits of {location}{kind}: {names}"
+    if split is None:
+        fault = f"{location}: has the splits {names}; select one with --split (corpus.split)"
+    raise CorpusError(fault)

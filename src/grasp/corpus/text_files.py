@@ -20,7 +20,7 @@ from grasp.errors import CorpusError
 
 COMPRESSION_BY_SUFFIX = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 DELIMITER = {"csv": ",", "tsv": "\t"}
-TEXT_KINDS = ("jsonl", "json", *DELIMITER)
+FILE_TYPES = ("parquet", "jsonl", "json", *DELIMITER)  # of files that sources read
 _USUAL_SUFFIX = {".ndjson": ".jsonl", ".pq": ".parquet", ".zstd": ".zst", ".gzip": ".gz"}  # by another one in use
 MAX_LINE_BYTES = 256 << 20  # bytes of a JSON line, or of a record of another file, which is held in memory
 _BLOCK_BYTES = 1 << 20
@@ -30,18 +30,19 @@ _INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,17})", re.ASCII)  # 007 is text
 _FLOAT = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _LEADING_ZERO = re.compile(r"-?0\d", re.ASCII)
 
-Records = Iterator[tuple[int, dict[str, Any] | None]]
+Records = Iterator[tuple[int, Any]]
 
 
 @lru_cache(maxsize=256)
 def file_type(name: str) -> tuple[str, str]:
     """Return the usual suffix of a file in lower case without its dot, and the usual suffix of its compression.
 
-    For example ("jsonl", ".gz") of `A.NDJSON.gzip`; either is empty if there is none.
+    For example ("jsonl", ".gz") of `A.NDJSON.gzip`; either is empty if there is none. Compressed Parquet is no type.
     """
     suffixes = [_USUAL_SUFFIX.get(suffix, suffix) for suffix in PurePosixPath(name.lower()).suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSION_BY_SUFFIX else ""
-    return suffixes[-1][1:] if suffixes else "", compression
+    kind = suffixes[-1][1:] if suffixes else ""
+    return "" if kind == "parquet" and compression else kind, compression
 
 
 def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
@@ -54,12 +55,18 @@ def text_records(handle: BinaryIO, name: str, skip: int = 0) -> Records:
     """
     try:
         stream = open_decompressed(handle, name)
+        if _first_bytes(stream).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise CorpusError(f"{name}: text is UTF-16, expected UTF-8; convert it: iconv -f utf-16 -t utf-8 FILE")
         if file_type(name)[0] in DELIMITER:  # values are text: `cell_value` gives their type
             yield from _read_delimited(stream, name, skip)
-        elif begins_with_bracket(stream):
-            yield from _read_json_array(stream, name, skip)
-        else:
-            yield from _json_lines(stream, name, skip)
+            return
+        is_array = begins_with_bracket(stream)
+        for k, (number, record) in enumerate((_read_json_array if is_array else _json_lines)(stream, name, skip)):
+            if k >= skip and not isinstance(record, dict):
+                location = f"{name}, record {number}" if is_array else f"{name}:{number}"
+                got = type(record).__name__
+                raise CorpusError(f"{location}: got {got}, expected a JSON object with the text in a field")
+            yield number, record
     except (EOFError, OSError, lzma.LZMAError, pa.ArrowException) as err:
         raise CorpusError(f"{name}: damaged or truncated: {one_line(err)}; write or download it again") from err
 
@@ -79,12 +86,16 @@ def open_decompressed(handle: BinaryIO, name: str) -> Any:
 
 def begins_with_bracket(stream: Any) -> bool:
     """Return whether a file is a JSON array: it begins with a bracket, which no JSON line does."""
+    return _first_bytes(stream).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _first_bytes(stream: Any) -> bytes:
+    """Return the first bytes of a stream that is not read yet, without reading it."""
     if isinstance(stream, io.BufferedReader):
-        begin = stream.peek(64)
-    else:
-        begin = stream.read(64)
-        stream.seek(0)
-    return bool(begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[")
+        return stream.peek(64)
+    begin: bytes = stream.read(64)
+    stream.seek(0)
+    return begin
 
 
 def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
@@ -109,14 +120,7 @@ def _json_lines(stream: Any, name: str, skip: int = 0) -> Records:
             fault = "an object over several lines" if is_begin else f"not JSON: {one_line(err)}"
         if fault:
             raise CorpusError(f"{location}: {fault}; write one record per line, or an array")
-        yield number, _require_object(record, location)
-
-
-def _require_object(record: Any, location: str) -> dict[str, Any]:
-    """Return a record that must be a JSON object."""
-    if not isinstance(record, dict):
-        raise CorpusError(f"{location}: got {type(record).__name__}, expected a JSON object with the text in a field")
-    return record
+        yield number, record
 
 
 def _read_json_array(stream: Any, name: str, skip: int) -> Records:
@@ -144,7 +148,7 @@ def _read_json_array(stream: Any, name: str, skip: int) -> Records:
                     break
             else:
                 number, expected, block_bytes = number + 1, ",", _BLOCK_BYTES
-                yield number, None if number <= skip else _require_object(record, location)
+                yield number, None if number <= skip else record
                 continue
         elif not is_incomplete:
             if expected != "[" and text[at] == "]":
@@ -177,9 +181,9 @@ def _read_delimited(stream: Any, name: str, skip: int) -> Records:
     try:
         names = next(reader, [])
         if len(names) == 1 and ";" in names[0]:
-            fault = "fields are separated by semicolons, expected commas"
+            fault = "fields are separated by semicolons, expected commas, and decimal points in numbers"
         elif duplicates := sorted({column for column in names if names.count(column) > 1}):
-            fault = f"has the column {duplicates[0]!r} more than once"
+            fault = f"has the column {duplicates[0]!r} more than once; expected the names of the columns here"
         for values in () if fault else reader:
             if not values:
                 continue

@@ -14,7 +14,6 @@ JSON or as a struct. The values are equal in all cases. Start with `plain_values
 """
 
 import json
-from collections.abc import Mapping
 from decimal import Decimal
 from itertools import islice
 from typing import Any
@@ -106,11 +105,6 @@ def plain_json(value: Any, *, repair: bool = True) -> Any:
             if part is not None
         }
     return [plain_json(part, repair=repair) for part in value] if isinstance(value, list) else value
-
-
-def plain_record(record: Mapping[str, Any], *, repair: bool = True) -> dict[str, Any]:
-    """Return a JSON record as `plain_json`, but keep its top-level null fields, which are columns."""
-    return {plain_json(name, repair=repair): plain_json(value, repair=repair) for name, value in record.items()}
 
 
 def _extension_values(column: pa.ExtensionArray) -> list[Any]:

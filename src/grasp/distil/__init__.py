@@ -1,5 +1,6 @@
-"""Distillation of relevance into a scorer of text that needs no model and can be applied to any corpus.
+"""Scorers of text, distilled from the relevance of an artifact: an optional subpackage that is found by entry points.
 
-Input: an artifact, then any text. Output: a scorer, then a table of scores. Start with `distil.distil`, which fits a
-scorer, and `apply.apply`, which scores a corpus.
+Input: an artifact, then any text. Output: a scorer that needs no model, then a table of scores. Start with
+`distil.distil`, which fits a scorer, and `apply.apply`, which scores a corpus; `commands` adds `grasp distil` and
+`grasp apply`.
 """

@@ -36,12 +36,11 @@ from grasp.corpus.sources import (
 )
 from grasp.corpus.values import plain_values
 from grasp.distil.ngrams import as_bytes
-from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, percent_interval, with_interval
-from grasp.errors import CorpusError, SettingsError
+from grasp.distil.scorer import SCORE, UNFAMILIAR, UNFAMILIAR_SHARE, Scorer, with_interval
+from grasp.errors import CorpusError, SettingsError, at
 from grasp.files import check_directory, claim_directory
 from grasp.predict.weights import mask_of
-from grasp.progress import Progress, Silent
-from grasp.progress_display import shows_progress
+from grasp.progress import Progress
 from grasp.results import Result
 from grasp.select.budget import parse_budget
 from grasp.select.export import iter_records
@@ -76,7 +75,6 @@ class Applied(Result):
     documents: int
 
 
-@shows_progress
 def apply(
     scorer: Scorer | Path | str,
     corpus: str,
@@ -110,7 +108,7 @@ def apply(
         CorpusError: the corpus cannot be read, or has no text.
         ArtifactError: the scorer does not exist or is damaged.
     """
-    out, progress = Path(out), progress or Silent()
+    out, progress = Path(out), progress or Progress()
     inputs = {"is the scorer": None if isinstance(scorer, Scorer) else scorer, "is the corpus": str(corpus)}
     scorer = scorer if isinstance(scorer, Scorer) else Scorer.open(scorer)
     settings = CorpusSettings(path=str(corpus), split=split, text_column=text_column, row_id_column=id_column)
@@ -125,11 +123,10 @@ def apply(
         files = [replace(source, files=[file]) for file in source.files]
     claim_directory(out, MARKER, lambda _: False, inputs)
     with locked(out / MARKER):
-        copies_selected = budget is not None
-        if copies_selected:
-            manifest = out / SELECTED_DIRECTORY / MANIFEST  # written last: the documents were copied before
-            copies_selected = not (manifest.exists() and read_yaml(manifest).get("keep") == str(keep))
-        if copies_selected:
+        manifest = out / SELECTED_DIRECTORY / MANIFEST  # written last: the documents were copied before
+        if budget is not None and manifest.exists() and read_yaml(manifest).get("keep") == str(keep):
+            budget = None
+        if budget is not None:
             check_directory(out / SELECTED_DIRECTORY)
         store = Store(out, SCORED)
         store.begin(
@@ -158,18 +155,14 @@ def apply(
         score_M = np.concatenate(scores)
         documents = len(score_M)
         share, quality = unfamiliar / max(1, documents), scorer.card.quality
-        unfamiliar_note = f"{share:.1%} of the documents are unlike the training rows of the scorer"
-        unfamiliar_note += f" ({UNFAMILIAR_SHARE:.0%} of held-out rows are)"
-        if share > MAX_UNFAMILIAR:
-            unfamiliar_note += (
-                "; their scores are unreliable: build an artifact that includes such documents and distil it"
-            )
+        remedy = "; their scores are unreliable: build an artifact that includes such documents and distil it"
         notes = [
-            unfamiliar_note,
-            f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman)}; the "
-            f"top 20% by score have {percent_interval(quality.gain)} of the mean relevance of the true top 20%",
+            f"{share:.1%} of the documents are unlike the training rows of the scorer ({UNFAMILIAR_SHARE:.0%} of "
+            f"held-out rows are){remedy * (share > MAX_UNFAMILIAR)}",
+            f"accuracy on held-out rows: Spearman correlation with relevance {with_interval(quality.spearman, '.2f')}; "
+            f"the top 20% by score have {with_interval(quality.gain, '.0%')} of the mean relevance of the true top 20%",
         ]
-        if copies_selected and budget is not None:
+        if budget is not None:
             progress.stage("copying the best", rows=None, tokens=None)
             selected_M = mask_of(ranked(score_M, count=budget.resolve(documents, up=True)), documents)
             provenance = {"chosen by": "grasp apply", "keep": str(keep)}
@@ -227,14 +220,16 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
     forms: dict[str, Form] = {}
 
     def select(schema: pa.Schema, name: str) -> list[str]:
-        ids = id_columns(settings, schema.names, name)
-        form = forms[name] = form_of(schema.names, settings, name)
+        with at(name):
+            ids = id_columns(settings, schema.names)
+            form = forms[name] = form_of(tuple(schema.names), settings)
         if form.columns[0] not in schema.names:
             raise CorpusError(f"{name}: has token ids and no text; expected a corpus of text")
         return [column for column in schema.names if column in {*form.columns, *ids}]
 
     def text_of(form: Form, record: Mapping[str, Any], location: str) -> str:
-        content = form.read(record, location)
+        with at(location):
+            content = form.read(record)
         return (content.text or "") if content.conversation is None else str(content.conversation)  # joined turns
 
     def identifiers(file: str, position: I64, *ids: Sequence[str | None]) -> pa.Table:
@@ -248,8 +243,9 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
         if lines and (chunk is None or len(lines) == BATCH_ROWS):
             texts, ids = [], []
             for location, record in chain.from_iterable(map(records_in, lines)):
-                columns = id_columns(settings, list(record), location)
-                texts.append(text_of(form_of(record.keys(), settings, location), record, location))
+                with at(location):
+                    columns, form = id_columns(settings, record), form_of(tuple(record), settings)
+                texts.append(text_of(form, record, location))
                 ids.append([label_text(record.get(name or "")) for name in columns])
             row_ids, doc_ids = zip(*ids, strict=True)
             line_numbers = np.array([line.line for line in lines])
@@ -265,6 +261,6 @@ def _chunks(source: Source, settings: CorpusSettings) -> Iterator[tuple[pa.Large
             names, no_ids = batch.schema.names, [None] * batch.num_rows
             id_values = [
                 [label_text(value) for value in plain_values(batch.column(name))] if name in names else no_ids
-                for name in id_columns(settings, names, chunk.name)
+                for name in id_columns(settings, names)
             ]
             yield encoded, identifiers(chunk.name, np.arange(chunk.first, chunk.first + batch.num_rows), *id_values)

@@ -32,7 +32,8 @@ from grasp.files import FileEntry, check_directory
 from grasp.methods.contract import MethodInputs
 from grasp.predict.predictor import additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
+from grasp.progress_display import shows_progress
 from grasp.results import Result
 from grasp.seeds import bootstrap_weights, stream
 
@@ -58,6 +59,7 @@ class Distilled(Result):
         return f"{self.scorer.card}\n{self.path}: show it with grasp info, apply it with grasp apply"
 
 
+@shows_progress
 def distil(
     artifact: ArtifactReader,
     target: str | None,
@@ -84,7 +86,7 @@ def distil(
         ProtocolError: unknown target.
         ArtifactError: the artifact has no tokens, or its tokenizer cannot be loaded.
     """
-    out, progress = Path(out), progress or Silent()
+    out, progress = Path(out), progress or Progress()
     check_directory(out, artifact.protected_paths)
     target = only_target(artifact, target)
     predictor = additive_predictor(artifact, target, protocol=protocol)
@@ -278,11 +280,6 @@ def _with_interval(value_R: F64) -> tuple[float, float, float]:
     return float(value_R[0]), float(low), float(high)
 
 
-def _spearman(score_N: F64, relevance_N: F64, weight_RN: F32) -> tuple[float, float, float]:
-    """Return Spearman's correlation with its bootstrap interval; ranks are those of the data in every resample."""
-    return _with_interval(_correlation(rankdata(score_N), rankdata(relevance_N), weight_RN.astype(np.float64)))
-
-
 def _quality(score_N: F64, relevance_N: F64, weight_RN: F32) -> Quality:
     """Return the accuracy on all rows; the measures are described by the fields of `Quality`."""
     # masks of the top 10 % and of the top 20 % of the rows, by relevance and by score
@@ -294,7 +291,8 @@ def _quality(score_N: F64, relevance_N: F64, weight_RN: F32) -> Quality:
     )
     return Quality(
         rows=len(score_N),
-        spearman=_spearman(score_N, relevance_N, weight_RN),
+        # ranks are those of the data in every resample
+        spearman=_with_interval(_correlation(rankdata(score_N), rankdata(relevance_N), weight_RN.astype(np.float64))),
         recall=_with_interval(recall_R),
         gain=_with_interval(mean_R / np.where(true_mean_R > 0, true_mean_R, np.inf)),
     )

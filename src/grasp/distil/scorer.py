@@ -10,7 +10,7 @@ Shape letters: N texts, K n-gram lengths, V hash buckets per length.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -71,14 +71,18 @@ class Card(JsonModel):
     quality: Quality
     weights: FileEntry
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return self.model_dump(mode="json")
+
     def __str__(self) -> str:
         quality = self.quality
         lines = [
             f"scorer for {self.target}, fitted to {self.rows:,} rows: {self.scored_by}",
             f"accuracy on {quality.rows:,} rows, cross-validated by document (95 % intervals):",
-            f"  Spearman correlation with relevance {with_interval(quality.spearman)}",
-            f"  recall of the top 10 % {percent_interval(quality.recall)}",
-            f"  mean relevance of the top 20 % {percent_interval(quality.gain)} of the maximum",
+            f"  Spearman correlation with relevance {with_interval(quality.spearman, '.2f')}",
+            f"  recall of the top 10 % {with_interval(quality.recall, '.0%')}",
+            f"  mean relevance of the top 20 % {with_interval(quality.gain, '.0%')} of the maximum",
         ]
         if self.first_bytes is not None:
             lines.append(f"scores the first {self.first_bytes:,} bytes of a document (the build used its first rows)")
@@ -98,14 +102,10 @@ SIGNED_CARD = Signed(
 )
 
 
-def with_interval(value: tuple[float, float, float]) -> str:
-    """Format a correlation with its interval."""
-    return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
-
-
-def percent_interval(value: tuple[float, float, float]) -> str:
-    """Format a share with its interval, in percent."""
-    return f"{value[0]:.0%} ({value[1]:.0%} to {value[2]:.0%})"
+def with_interval(value: tuple[float, float, float], number_format: str) -> str:
+    """Format a number with its interval."""
+    number, low, high = (format(part, number_format) for part in value)
+    return f"{number} ({low} to {high})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +184,19 @@ class Scorer:
         return table.append_column(SCORE, pa.array(score_N)).append_column(UNFAMILIAR, pa.array(unfamiliar_N))
 
 
-def is_scorer(path: Path | str) -> bool:
-    """Return whether a directory holds a scorer, complete or not."""
-    return kind_of(Path(path) / CARD) == "file"
+# ------------------------------------------------------------------------ reader of `grasp info` and `grasp verify`
+
+
+def claims(path: Path | str) -> str:
+    """Return why a directory holds a scorer, complete or not; empty if it does not."""
+    return f"has a {CARD}" * (kind_of(Path(path) / CARD) == "file")
+
+
+def read(path: Path | str) -> Card:
+    """Read the metadata of a scorer."""
+    return SIGNED_CARD.read(Path(path))
+
+
+def verify(path: Path | str) -> None:
+    """Verify all files of a scorer; raise ArtifactError if one is damaged."""
+    Scorer.open(path)

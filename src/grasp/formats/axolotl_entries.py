@@ -4,24 +4,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grasp.errors import SettingsError
-from grasp.formats.dataset_entries import Entry, part_of_file, select_entry, split_address, unused_note
+from grasp.errors import SettingsError, at
+from grasp.formats.dataset_entries import part_of_file, select_entry, split_address, unused_note
 from grasp.yaml_files import read_yaml
 
 _YAML = (".yaml", ".yml")
 # Names of Axolotl (`SFTDataset`, `PretrainingDataset`, `DPODataset`) that are interpreted.
-_DATA = ("path", "data_files", "split", "type", "field", "text_column", "chat_template", "chat_template_jinja")
-_MESSAGES = ("roles", "message_property_mappings", "message_field_role", "message_field_content", "drop_system_message")
-_LOSS = ("roles_to_train", "message_field_training", "message_field_training_detail", "train_on_eos", "train_on_eot")
-_FIELDS_OF = tuple(f"field_{part}" for part in ("messages", "tools", "system", "thinking", "chosen", "rejected"))
-_TYPE_FIELDS = tuple(f"field_{column}" for column in ("instruction", "input", "output", "system"))
+_USED = (
+    *("path", "data_files", "split", "type", "field", "text_column", "chat_template", "chat_template_jinja"),
+    *("roles", "message_property_mappings", "message_field_role", "message_field_content", "drop_system_message"),
+    *("roles_to_train", "message_field_training", "message_field_training_detail", "train_on_eos", "train_on_eot"),
+    *("field_messages", "field_tools", "field_system", "field_thinking", "field_chosen", "field_rejected"),
+)
+_INSTRUCTION = ("instruction", "input", "output", "system")  # parts of records of a type that is a mapping
 _TYPE_FORMATS = ("format", "no_input_format", "system_format", "system_prompt")
 _REFUSED = ("shards", "skip", "name", "revision", "split_thinking", "template_thinking_key")  # change data or text
 # Names that change nothing: `shards_idx` does with `shards`, the last two for types that are refused.
 _NEUTRAL = ("ds_type", "trust_remote_code", "preprocess_shards", "shards_idx", "input_transform", "temperature")
 _TEXT_TYPES = ("completion", "pretrain")
 _CHAT_TYPES = ("chat_template", "chat_template.default", "chat_template.load")
-_TOKENIZER_TEMPLATES = (None, "tokenizer_default")
+_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
 # Axolotl's AlpacaPrompter
 _ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -48,7 +50,17 @@ def read(path: str) -> dict[str, Any]:
     """
     file, name = split_address(path)
     config = read_yaml(file)
-    return _settings_of(select_entry(_entries_of(config, file), name, file), config, file)
+    name, fields = select_entry(_entries_of(config, file), name, file)
+    with at(f"{file}#{name}"):
+        names, notes = _names_of(fields, config)
+        resolved: dict[str, Any] = {"path": _data_path(fields)}
+        if fields.get("split"):
+            is_file = Path(resolved["path"]).is_file()
+            resolved["split"] = part_of_file(fields["split"]) if is_file else fields["split"]
+        if config.get("train_on_inputs"):
+            resolved["loss_on"] = "all"
+    origin = f"Axolotl entry {name!r} of {file}"
+    return resolved | {"fields": names | {"origin": origin, "notes": notes}}
 
 
 def _entries_of(config: Mapping[str, Any], file: Path) -> dict[str, Mapping[str, Any]]:
@@ -68,106 +80,91 @@ def _entries_of(config: Mapping[str, Any], file: Path) -> dict[str, Mapping[str,
     return named
 
 
-def _settings_of(entry: Entry, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the settings of an entry; defaults are those of Axolotl 0.19."""
-    name, fields = entry
-    location, kind = f"{file}#{name}", fields.get("type")
-    path, files = str(fields["path"]), fields.get("data_files")
-    if files:
-        names_of_files = files if isinstance(files, list) else [files]
-        if len(names_of_files) > 1:
-            raise SettingsError(
-                f"{location}: data_files: got {len(names_of_files)} files, expected one; pass a directory of them"
-            )
-        local = Path(path) / names_of_files[0]
-        path = str(local if local.is_file() else names_of_files[0])
-    resolved: dict[str, Any] = {"path": path}
+def _data_path(fields: Mapping[str, Any]) -> str:
+    """Return the path of the data of an entry."""
+    path, files = str(fields["path"]), fields.get("data_files") or []
+    names_of_files = files if isinstance(files, list) else [files]
+    if len(names_of_files) > 1:
+        raise SettingsError(f"data_files: got {len(names_of_files)} files, expected one; pass a directory of them")
     if unsupported := [f"{setting}: got {fields[setting]!r}" for setting in _REFUSED if fields.get(setting)]:
-        raise SettingsError(f"{location}: {unsupported[0]}, which is not supported; save such data as a file")
-    if fields.get("split"):
-        is_file = Path(resolved["path"]).is_file()
-        resolved["split"] = part_of_file(fields["split"], location) if is_file else fields["split"]
-    if config.get("train_on_inputs"):
-        resolved["loss_on"] = "all"
-    notes = unused_note(fields, (*_DATA, *_MESSAGES, *_LOSS, *_FIELDS_OF, *_REFUSED), _NEUTRAL, location)
-    names: dict[str, Any] = {"origin": f"Axolotl entry {name!r} of {file}"}
+        raise SettingsError(f"{unsupported[0]}, which is not supported; save such data as a file")
+    if not names_of_files:
+        return path
+    local = Path(path) / names_of_files[0]
+    return str(local if local.is_file() else names_of_files[0])
+
+
+def _names_of(fields: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the names of the parts of records, and notes on what is not read; defaults are those of Axolotl 0.19."""
+    notes, kind = unused_note(fields, (*_USED, *_REFUSED), _NEUTRAL), fields.get("type")
     is_pair = fields.get("field_chosen") or config.get("rl")
     base = kind.partition(":")[0] if isinstance(kind, str) else kind
-    if is_pair and base not in (*_CHAT_TYPES, "sharegpt"):
-        raise SettingsError(f"{location}: type: got {kind!r:.60} for preference pairs, expected chat_template.default")
+    is_chat = base in _CHAT_TYPES or base == "sharegpt"
+    if is_pair and not is_chat:
+        raise SettingsError(f"type: got {kind!r:.60} for preference pairs, expected chat_template.default")
     if kind is None or base in _TEXT_TYPES:
-        names |= {"form": "text", "columns": {"text": fields.get("field") or "text"}}
-    elif base in _CHAT_TYPES or base == "sharegpt":
-        names |= _chat_names(fields, location, is_sharegpt=base == "sharegpt")
+        return {"form": "text", "columns": {"text": fields.get("field") or "text"}}, notes
+    if is_chat:
+        names = _chat_names(fields, is_sharegpt=base == "sharegpt")
         if is_pair:
-            names["form"] = "preference"
             pair = {usual: fields.get(f"field_{usual}") or usual for usual in ("chosen", "rejected")}
-            names["columns"] = {key: value for key, value in names["columns"].items() if key != "tools"} | pair
+            columns = {key: value for key, value in names["columns"].items() if key != "tools"}
+            names |= {"form": "preference", "columns": columns | pair}
         elif fields.get("roles_to_train") == [] and not config.get("train_on_inputs"):
             if not fields.get("message_field_training"):
-                raise SettingsError(f"{location}: roles_to_train: got [], which requires message_field_training")
+                raise SettingsError("roles_to_train: got [], which requires message_field_training")
             names["only_marked"] = True
         jinja = "jinja" if fields.get("chat_template_jinja") else None
         template = fields.get("chat_template") or jinja or config.get("chat_template")
-        if template not in _TOKENIZER_TEMPLATES and base != "sharegpt":
+        if template not in (None, "tokenizer_default") and base != "sharegpt":
             notes.append(f"chat_template: {template} is not read: the tokenizer's chat template writes the text")
-    elif base == "alpaca" and kind == base:
-        columns = {usual: usual for usual in ("instruction", "input", "output")}
-        formats = {"with_input": _ALPACA_WITH_INPUT, "without_input": _ALPACA}
-        names |= {"form": "formatted", "columns": columns, "formats": formats}
+        return names, notes
+    if kind == "alpaca":
+        kind = {"format": _ALPACA_WITH_INPUT, "no_input_format": _ALPACA}
+        parts: tuple[str, ...] = _INSTRUCTION[:3]
     elif isinstance(kind, dict):
-        notes += unused_note(kind, (*_TYPE_FIELDS, *_TYPE_FORMATS), (), f"{location}: type")
-        usual = ("instruction", "input", "output", "system")
-        names |= {
-            "form": "formatted",
-            "columns": {column: kind.get(f"field_{column}") or column for column in usual},
-            "formats": {
-                "with_input": kind.get("format") or "{instruction} {input} ",
-                "without_input": kind.get("no_input_format") or "{instruction} ",
-                "system": kind.get("system_format") or "{system}",
-                "default_system": kind.get("system_prompt") or "",
-            },
-        }
+        parts = _INSTRUCTION
+        with at("type"):
+            notes += unused_note(kind, (*(f"field_{part}" for part in parts), *_TYPE_FORMATS))
     else:
         raise SettingsError(
-            f"{location}: type: got {kind!r}, expected completion, chat_template, sharegpt, alpaca, or a mapping with "
+            f"type: got {kind!r}, expected completion, chat_template, sharegpt, alpaca, or a mapping with "
             "field_instruction; pass the data file, and templates with --set corpus.prompt and corpus.completion"
         )
-    return resolved | {"fields": names | {"notes": notes}}
+    names = {
+        "form": "formatted",
+        "columns": {part: kind.get(f"field_{part}") or part for part in parts},
+        "formats": {
+            "with_input": kind.get("format") or "{instruction} {input} ",
+            "without_input": kind.get("no_input_format") or "{instruction} ",
+            "system": kind.get("system_format") or ("{system}" if "system" in parts else ""),
+            "default_system": kind.get("system_prompt") or "",
+        },
+    }
+    return names, notes
 
 
-def _chat_names(fields: Mapping[str, Any], location: str, *, is_sharegpt: bool) -> dict[str, Any]:
+def _chat_names(fields: Mapping[str, Any], *, is_sharegpt: bool) -> dict[str, Any]:
     """Return names of a chat entry, of type chat_template or of the former type sharegpt."""
-    mappings = fields.get("message_property_mappings") or {
+    keys = fields.get("message_property_mappings") or {
         "role": fields.get("message_field_role") or ("from" if is_sharegpt else "role"),
         "content": fields.get("message_field_content") or ("value" if is_sharegpt else "content"),
     }
-    keys = {"role": "role", "content": "content", **mappings}
-    if fields.get("field_thinking"):
-        keys["reasoning_content"] = fields["field_thinking"]
-    if fields.get("message_field_training"):
-        keys["train"] = fields["message_field_training"]
-    sources: Mapping[str, list[str]] = fields.get("roles") or {
-        "user": ["human", "user"],
-        "assistant": ["gpt", "assistant"],
-        "system": ["system"],
-        "tool": ["tool"],
-    }
+    keys = {"role": "role", "content": "content", **keys}
+    for key, field in (("reasoning_content", "field_thinking"), ("train", "message_field_training")):
+        if fields.get(field):
+            keys[key] = fields[field]
+    sources: Mapping[str, list[str]] = fields.get("roles") or _ROLES
     roles = {source: role for role, group in sources.items() for source in group}
     trained = [roles.get(role, role) for role in fields.get("roles_to_train") or ["assistant"]]
     if trained != ["assistant"] or fields.get("message_field_training_detail"):
         unsupported = "roles_to_train" if trained != ["assistant"] else "message_field_training_detail"
-        raise SettingsError(f"{location}: {unsupported}: only whole turns of the assistant can carry loss; remove it")
+        raise SettingsError(f"{unsupported}: only whole turns of the assistant can carry loss; remove it")
     if fields.get("train_on_eos") not in (None, "turn") or fields.get("train_on_eot") not in (None, "turn"):
-        raise SettingsError(f"{location}: train_on_eos: only `turn` is supported: each answer with its end of turn")
+        raise SettingsError("train_on_eos: only `turn` is supported: each answer with its end of turn")
     messages = fields.get("field_messages") or ("conversations" if is_sharegpt else "messages")
     columns = {"messages": messages, "tools": fields.get("field_tools") or "tools"}
     if not fields.get("drop_system_message"):
         columns["system"] = fields.get("field_system") or "system"
-    return {
-        "form": "messages",
-        "columns": columns,
-        "turn_keys": keys,
-        "roles": roles,
-        "drop_system": bool(fields.get("drop_system_message")),
-    }
+    drop_system = bool(fields.get("drop_system_message"))
+    return {"form": "messages", "columns": columns, "turn_keys": keys, "roles": roles, "drop_system": drop_system}

@@ -37,27 +37,22 @@ def select_entry(entries: Mapping[str, Mapping[str, Any]], name: str, file: Path
     raise SettingsError(f"{file}: {got}; select one of {', '.join(f'{file}#{known}' for known in entries)}")
 
 
-def part_of_file(split: str, location: str) -> str | None:
+def part_of_file(split: str) -> str | None:
     """Return the range of the only split of a file, such as [:10%]; None: all of it."""
     name, bracket, end = split.partition("[")
     if name != "train":
-        raise SettingsError(f"{location}: split: got {split!r}, but the only split of a file is train")
+        raise SettingsError(f"split: got {split!r}, but the only split of a file is train")
     return bracket + end or None
 
 
-def unused_note(fields: Mapping[str, Any], used: Collection[str], neutral: Collection[str], location: str) -> list[str]:
+def unused_note(fields: Mapping[str, Any], used: Collection[str], neutral: Collection[str] = ()) -> list[str]:
     """Return a note on the fields with a value that are unknown; empty if there are none."""
-    unknown = unknown_names((name for name, value in fields.items() if value is not None), used, neutral, location)
+    unknown = unknown_names((name for name, value in fields.items() if value is not None), used, neutral)
     return [f"not used: {', '.join(unknown)}"] if unknown else []
 
 
 def unknown_names(
-    names: Iterable[str],
-    used: Collection[str],
-    neutral: Collection[str],
-    location: str,
-    *,
-    mistaken: Mapping[str, str] | None = None,
+    names: Iterable[str], used: Collection[str], neutral: Collection[str], mistaken: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the names that are neither used nor known to change nothing, in their order.
 
@@ -65,7 +60,6 @@ def unknown_names(
         names: the fields of a file that have a value.
         used: names that the reader interprets or refuses.
         neutral: names that change neither the training nor the data.
-        location: beginning of error messages, e.g. the path of the file.
         mistaken: right name by a wrong one that is too different for `difflib`.
 
     Raises:
@@ -75,5 +69,5 @@ def unknown_names(
     for name in unknown:
         right = (mistaken or {}).get(name)
         if close := [right] if right else get_close_matches(name, used, 1, MIN_SIMILARITY):
-            raise SettingsError(f"{location}: unknown field {name}; did you mean {close[0]}?")
+            raise SettingsError(f"unknown field {name}; did you mean {close[0]}?")
     return unknown

@@ -6,14 +6,20 @@ pipeline = [ParquetReader("corpus", id_key="doc_id"), SelectedDocuments("kept.tx
 pipeline = [JsonlReader("crawl"), ScoredDocuments("scorer", at_least=1.0), JsonlWriter("kept")]
 """
 
+import io
+import re
 from typing import Any
 
 import fsspec
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 
 from grasp.corpus.documents import content_hash
 from grasp.distil.scorer import SCORE, UNFAMILIAR, Scorer
 from grasp.errors import CorpusError, MissingExtraError
 from grasp.extras import install_hint
+from grasp.results import FORMULA_PREFIX
 from grasp.store.remote import remote_errors
 
 try:
@@ -32,7 +38,8 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
     """Keep the documents whose identifiers are in a list written by `grasp select --ids-out`.
 
     Args:
-        ids: file with one identifier per line; a path or any fsspec URL. Each worker reads it once.
+        ids: .csv or .parquet with a column `name`, or text with one identifier per line; a path or any fsspec URL.
+            Each worker reads it once.
         by: what the identifiers are compared with: `id` (the document's id), `content` (a hash of its text, for a
             corpus without identifiers; all copies of a selected text are kept), or the name of a metadata field.
         exclusion_writer: datatrove writer that receives the removed documents.
@@ -50,15 +57,15 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
         """Return whether the document is kept; removed documents are counted as `not_selected`.
 
         Raises:
-            CorpusError: the list cannot be read, or the document lacks the field.
+            CorpusError: the list cannot be read or has no column `name`, or the document lacks the field.
         """
         if self._names is None:
             try:
-                with remote_errors(self.ids, CorpusError), fsspec.open(self.ids, "rt", encoding="utf-8-sig") as file:
-                    names = (line.rstrip("\n") for line in file)
-                    # a generated identifier is the hash of the text, a dash, and the position in the corpus
-                    self._names = frozenset(n.rpartition("-")[0] if self.by == CONTENT else n for n in names)
-            except (OSError, UnicodeDecodeError) as err:
+                with remote_errors(self.ids, CorpusError), fsspec.open(self.ids, "rb") as file:
+                    names = _names_in(self.ids, file.read())
+                # a generated identifier is the hash of the text, a dash, and the position in the corpus
+                self._names = frozenset(n.rpartition("-")[0] if self.by == CONTENT else n for n in names)
+            except (OSError, UnicodeDecodeError, pa.ArrowException) as err:
                 reason = " ".join(str(err).split())
                 raise CorpusError(f"{self.ids}: cannot be read as a list of identifiers: {reason}") from err
         if self.by not in ("id", CONTENT) and self.by not in doc.metadata:
@@ -74,6 +81,28 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
     def __getstate__(self) -> dict[str, Any]:
         # each worker reads the list itself, so it is not pickled with the pipeline
         return {**self.__dict__, "_names": None}
+
+
+def _names_in(path: str, content: bytes) -> list[str]:
+    """Return the identifiers in a file that `grasp select --ids-out` wrote."""
+    if not path.endswith((".csv", ".parquet")):
+        return [line.rstrip("\n") for line in io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")]
+    if path.endswith(".parquet"):
+        table = pq.read_table(io.BytesIO(content))
+    else:
+        as_text = pacsv.ConvertOptions(column_types={"name": pa.string()})
+        multiline = pacsv.ParseOptions(newlines_in_values=True)
+        table = pacsv.read_csv(io.BytesIO(content), parse_options=multiline, convert_options=as_text)
+    if "name" not in table.column_names:
+        raise CorpusError(
+            f"{path}: got the columns {', '.join(table.column_names)}, expected `name`; pass the file of grasp select "
+            "--ids-out, as that of --out lists rows"
+        )
+    names: list[str] = table["name"].cast(pa.string()).to_pylist()
+    if path.endswith(".parquet"):
+        return names
+    # in CSV an apostrophe precedes what a spreadsheet would take for a formula
+    return [name[1:] if name[:1] == "'" and re.match(FORMULA_PREFIX, name[1:]) else name for name in names]
 
 
 class ScoredDocuments(BaseFilter):  # type: ignore[misc]

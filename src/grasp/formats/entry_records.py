@@ -16,20 +16,19 @@ def claims(names: FieldNames) -> str:
     return "its columns, keys or roles have other names"
 
 
-def read(values: Mapping[str, Any], names: FieldNames, location: str) -> dict[str, Any]:
+def read(values: Mapping[str, Any], names: FieldNames) -> dict[str, Any]:
     """Return a record with the usual names: text, turns, prompt and completion, an instruction, or a pair.
 
     Args:
         values: content of the record, by the usual name of its column.
         names: names of the parts of records.
-        location: location of the record, for messages.
     Raises:
         CorpusError: a turn has an unknown role, or a value another type.
     """
     if names.form == "preference":
-        return _usual_pair(values, names, location)
+        return _usual_pair(values, names)
     if names.form == "formatted":
-        prompt, completion = _apply_formats(values, names, location)
+        prompt, completion = _apply_formats(values, names)
         return {"prompt": prompt, "completion": completion}
     record = dict(values)
     if names.form == "instruction":
@@ -39,11 +38,11 @@ def read(values: Mapping[str, Any], names: FieldNames, location: str) -> dict[st
         return record
     for column in TURNS:
         if holds_turns(record.get(column), column):
-            record[column] = _usual_turns(parse_turns(record[column], column, location), names, location)
+            record[column] = _usual_turns(parse_turns(record[column], column), names)
     return record
 
 
-def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, location: str) -> list[dict[str, Any]]:
+def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames) -> list[dict[str, Any]]:
     """Return turns with the usual keys and roles."""
     keys = {source: standard for standard, source in names.turn_keys.items()}
     standard_turns = []
@@ -54,7 +53,7 @@ def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, location
         role = standard.get("role")
         if names.roles and role not in names.roles:
             raise CorpusError(
-                f"{location}: turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles "
+                f"turn {k}: got the role {role!r:.60}, expected one of {', '.join(names.roles)}, the roles "
                 f"of the {names.origin}"
             )
         standard["role"] = names.roles.get(str(role), role)
@@ -65,30 +64,30 @@ def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames, location
     return standard_turns
 
 
-def _usual_pair(values: Mapping[str, Any], names: FieldNames, location: str) -> dict[str, Any]:
+def _usual_pair(values: Mapping[str, Any], names: FieldNames) -> dict[str, Any]:
     """Return a preference pair in the usual form."""
     standard = dict(values)
     if "instruction" in standard:  # LLaMA-Factory's form of instructions
         question = names.separator.join(text for name in ("instruction", "input") if (text := standard.pop(name, None)))
-        pairs = [*parse_history(standard.pop(HISTORY, None), location), (question, None)]
+        pairs = [*parse_history(standard.pop(HISTORY, None)), (question, None)]
         turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
         standard["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
     for name in ("messages", *PAIR):
         side = standard.get(name)
         if isinstance(side, Mapping):
-            standard[name] = _usual_turns([side], names, location)
+            standard[name] = _usual_turns([side], names)
         elif isinstance(side, list):
-            standard[name] = _usual_turns(parse_turns(side, name, location), names, location)
+            standard[name] = _usual_turns(parse_turns(side, name), names)
     return standard
 
 
-def _apply_formats(values: Mapping[str, Any], names: FieldNames, location: str) -> tuple[str, str]:
+def _apply_formats(values: Mapping[str, Any], names: FieldNames) -> tuple[str, str]:
     """Return prompt and completion of an instruction by the formats of a dataset entry."""
     assert names.formats is not None
     texts = {name: "" if value is None else value for name, value in values.items()}
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise CorpusError(f"{location}: column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+            raise CorpusError(f"column {names.columns[name]!r} holds {type(value).__name__}, expected text")
     formats, system = names.formats, texts.get("system") or names.formats.default_system
     try:
         front = formats.system.format(system=system) if system else ""
@@ -96,5 +95,5 @@ def _apply_formats(values: Mapping[str, Any], names: FieldNames, location: str) 
             instruction=texts["instruction"], input=texts.get("input", "")
         )
     except FAILURES as err:
-        raise CorpusError(f"{location}: does not fit the formats of the {names.origin}: {err!r}") from err
+        raise CorpusError(f"does not fit the formats of the {names.origin}: {err!r}") from err
     return front + prompt, texts["output"]

@@ -30,7 +30,7 @@ from math import isnan
 from typing import Any, NamedTuple, TypeVar
 
 from grasp.corpus.conversations import FAULTS, conversation_in
-from grasp.errors import CorpusError, TargetError
+from grasp.errors import TargetError, at
 from grasp.targets.units import LossOn, Unit
 from grasp.text import parse_json
 
@@ -61,7 +61,7 @@ class _Prediction(NamedTuple):
 
 def claims(record: Mapping[str, Any]) -> str:
     """Return why a record is one of a harness, with or without the requests that it scored."""
-    if _is_sample(record):
+    if record.get("doc") is not None and record.get("arguments") is not None:
         return "it has `doc` and `arguments`, as sample logs of lm-evaluation-harness"
     names = next((names for names in _NOT_SCORED if record.keys() >= set(names)), None)
     return f"it has {', '.join(names)}, as files of harnesses without requests" if names else ""
@@ -80,11 +80,12 @@ def read(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: L
     """
     samples: list[tuple[str, Unit | _MultipleChoice | _Generation]] = []
     for position, (location, record) in enumerate(records):
-        if reason := next((why for names, why in _NOT_SCORED.items() if record.keys() >= set(names)), None):
-            raise TargetError(f"{location}: {reason}")
-        if not _is_sample(record):
-            raise TargetError(f"{location}: has no `doc` and `arguments`, expected a sample like the preceding records")
-        samples.append((location, _parse_sample(record, location, task, position, loss_on)))
+        with at(location):
+            if reason := next((why for names, why in _NOT_SCORED.items() if record.keys() >= set(names)), None):
+                raise TargetError(reason)
+            if not claims(record):
+                raise TargetError("has no `doc` and `arguments`, expected a sample like the preceding records")
+            samples.append((location, _parse_sample(record, location, task, position, loss_on)))
     for sample_type in (_MultipleChoice, _Generation):
         samples_by_task: dict[str, list[Any]] = {}
         for _, sample in samples:
@@ -94,7 +95,8 @@ def read(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: L
             sample_type.resolve(task_samples)
     units: dict[str, Unit] = {}
     for location, sample in samples:
-        unit = sample if isinstance(sample, Unit) else sample.to_unit()
+        with at(location, TargetError):
+            unit = sample if isinstance(sample, Unit) else sample.to_unit()
         first = units.setdefault(unit.unit_id, unit)  # the harness logs a document once per filter
         names = [field.name for field in fields(Unit)]
         if differing := [name for name in names if getattr(unit, name) != getattr(first, name)]:
@@ -105,23 +107,18 @@ def read(records: Iterable[tuple[str, Mapping[str, Any]]], task: str, loss_on: L
     return list(units.values())
 
 
-def _is_sample(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is one of a sample log."""
-    return record.get("doc") is not None and record.get("arguments") is not None
-
-
 def _parse_sample(
     record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
     """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later."""
-    requests = _parse_requests(record["arguments"], location)
+    requests = _parse_requests(record["arguments"])
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
     unit = Unit(f"{name}:{doc_id}", name, "", "", loss_on)
     context, *rest = requests[0]
     if len(requests) == 1 and not rest and isinstance(context, str):  # rolling
-        return replace(unit, completion=_require_text(context, location))
+        return replace(unit, completion=_require_text(context))
     if rest and not isinstance(rest[0], str):  # generation: settings in the place of a continuation
         return _Generation.parse(record, location, unit, context)
     fault = ""
@@ -132,7 +129,7 @@ def _parse_sample(
     elif "acc_mutual_info" in record and not any(request[0] for request in requests):
         fault = "all contexts are empty, so requests for acc_mutual_info cannot be distinguished"
     if fault:
-        raise TargetError(f"{location}: arguments: {fault}")
+        raise TargetError(f"arguments: {fault}")
     # For the metric `acc_mutual_info` every choice is scored a second time, without context: up to version 0.4.3 after
     # each request, later after all requests. So half of the requests have a context. If another share has, all requests
     # are conditional, some with an empty context.
@@ -141,26 +138,24 @@ def _parse_sample(
         positions = list(range(len(requests)))
     pairs = [requests[k] for k in positions]  # (context, continuation) of each choice
     if len(pairs) == 1:  # log-likelihood
-        return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1], location))
+        return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1]))
     return _MultipleChoice.parse(location, unit, pairs, record.get("target"), _parse_prediction(record, positions))
 
 
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-def _parse_requests(arguments: Any, location: str) -> list[Arguments]:
+def _parse_requests(arguments: Any) -> list[Arguments]:
     """Return the arguments of each request, in order."""
     try:
         requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
         if not all(requests) or not requests:
             raise ValueError("no requests, or a request without arguments")
     except (TypeError, ValueError) as err:
-        raise TargetError(
-            f"{location}: arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample"
-        ) from err
+        raise TargetError(f"arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample") from err
     if media := next((request[2] for request in requests if len(request) > 2), None):
         raise TargetError(
-            f"{location}: arguments: got {media!r:.{_SHOWN}} in addition to text; expected a context and a "
+            f"arguments: got {media!r:.{_SHOWN}} in addition to text; expected a context and a "
             "continuation, images and audio are not supported"
         )
     return requests
@@ -175,10 +170,10 @@ def _ordered_values(group: Any) -> list[Any]:
     return [value for value in group if value is not None]
 
 
-def _require_text(text: str, location: str) -> str:
+def _require_text(text: str) -> str:
     """Return a completion; raise an error if it is blank."""
     if not text.strip():
-        raise TargetError(f"{location}: completion: got {text!r}, expected text to score")
+        raise TargetError(f"completion: got {text!r}, expected text to score")
     return text
 
 
@@ -223,7 +218,7 @@ class _MultipleChoice:
                 by_number = by_text = (1 - predicted.position,)
             if not by_text:
                 raise TargetError(
-                    f"{location}: target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
+                    f"target: got {target!r:.{_SHOWN}}, which follows all {len(pairs)} contexts, and `acc` "
                     f"and `filtered_resps` do not determine the correct context; {_REMEDY}"
                 )
         return cls(location, unit, pairs, str(target), by_number, by_text, predicted)
@@ -266,7 +261,7 @@ class _MultipleChoice:
         return replace(
             self.unit,
             prompt=contexts[self.gold],
-            completion=_require_text(texts[self.gold], self.location),
+            completion=_require_text(texts[self.gold]),
             choices=texts if len(set(contexts)) == 1 else contexts,
             gold=self.gold,
         )
@@ -337,9 +332,7 @@ class _Generation:
         if isinstance(chat, list) and chat and all(isinstance(turn, Mapping) and "role" in turn for turn in chat):
             turns = [{name: turn.get(name) for name in ("role", "content")} for turn in chat]
         elif not isinstance(context, str):
-            raise TargetError(
-                f"{location}: arguments: got the context {context!r:.{_SHOWN}}, expected text or messages"
-            )
+            raise TargetError(f"arguments: got the context {context!r:.{_SHOWN}}, expected text or messages")
         unit = replace(unit, prompt="" if turns else context)
         value = target if isinstance(target, list) else _parse_literal(str(target))
         is_quoted = isinstance(target, str) and any(target in text for text in _nested_values(doc, str))
@@ -357,7 +350,7 @@ class _Generation:
                 "strings nor a text of the document"
             )
         if fault:
-            raise TargetError(f"{location}: target: {fault}; {_REMEDY}")
+            raise TargetError(f"target: {fault}; {_REMEDY}")
         canonical = None  # documents of triviaqa have a preferred answer next to the list of all answers
         for mapping in _nested_values(doc, dict) if is_list and value else ():
             if canonical is None and value in mapping.values():
@@ -380,15 +373,12 @@ class _Generation:
         if self.turns is None:
             context, answer = self.unit.prompt, self.answer
             delimiter = "" if not context or context[-1].isspace() or answer[:1].isspace() else " "
-            return replace(self.unit, completion=_require_text(delimiter + answer, self.location))
-        turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer, self.location)}]
-        try:
-            conversation = conversation_in({"messages": turns}, self.location)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
+            return replace(self.unit, completion=_require_text(delimiter + answer))
+        turns = [*self.turns, {"role": "assistant", "content": _require_text(self.answer)}]
+        conversation = conversation_in({"messages": turns})
         assert conversation is not None
         if conversation.fault is not None:
-            raise TargetError(f"{self.location}: {FAULTS[conversation.fault]}")
+            raise TargetError(FAULTS[conversation.fault])
         loss_on: LossOn = "all" if self.unit.loss_on == "all" else "completion"  # few-shot examples are not scored
         return replace(
             self.unit,

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from grasp.errors import RunsError
 from grasp.runs.metric_names import direction_by_name, is_standard_error
-from grasp.runs.table import Direction
+from grasp.runs.training_runs import Direction
 from grasp.text import parse_json
 
 MAX_RESULTS_LISTED = 3  # results listed in a note

@@ -29,8 +29,7 @@ from grasp.yaml_files import read_yaml, yaml_text
 
 YAML = (".yaml", ".yml")
 PREFIX = "_text_document"  # suffix that Megatron's preprocessing appends to file names
-Reader = Callable[[Path], MixtureFile]
-Writer = Callable[[MixtureWeights], tuple[str, str]]  # returns the text of a file, and a description of its weights
+Weights = dict[str, float]  # by the name in a file
 # Comment that records the label value of a name in the file.
 NAME_LINE = re.compile(r"^# name (\S+): (.*)$", re.MULTILINE)
 
@@ -157,89 +156,95 @@ def _csv(weights: MixtureWeights) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-def _by_value(path: Path, weight_of_name: Mapping[str, float]) -> dict[str, float]:
-    """Return weights by label value instead of by name, where a comment says that they differ."""
-    value_of = dict(NAME_LINE.findall(path.read_text(encoding="utf-8")))
-    return {value_of.get(name, name): weight for name, weight in weight_of_name.items()}
-
-
-def _read_olmo_core(path: Path) -> MixtureFile:
-    shares = {entry["source_name"]: float(entry["target_ratio"]) for entry in read_yaml(path)["sources"]}
-    return MixtureFile("tokens", _by_value(path, shares))
-
-
-def _read_llama_factory(path: Path) -> MixtureFile:
-    data = read_yaml(path)
-    names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
-    pairs = zip(names, shares, strict=True)
-    return MixtureFile("documents", _by_value(path, {name.strip(): float(share) for name, share in pairs}))
-
-
-def _read_axolotl(path: Path) -> MixtureFile:
+def _read_axolotl(path: Path) -> Weights:
     percents: Counter[str] = Counter()
     for entry in read_yaml(path)["datasets"]:
         split = re.fullmatch(r"\w+(?:\[:(\d+)%\])?", str(entry.get("split") or "train"))
         if split is None:
             raise ValueError(f"split {entry['split']!r}, expected e.g. train or train[:40%]")
         percents[Path(str(entry["path"])).stem] += int(split[1] or 100)
-    return MixtureFile("times", _by_value(path, {name: percent / 100 for name, percent in percents.items()}))
+    return {name: percent / 100 for name, percent in percents.items()}
 
 
-def _read_yaml(path: Path) -> MixtureFile:
-    shares = read_yaml(path)["weights"]["tokens"]
-    return MixtureFile("tokens", {str(value): float(share) for value, share in shares.items()})
-
-
-def _read_csv(path: Path) -> MixtureFile:
-    records = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    return MixtureFile("tokens", {record["value"]: float(record["share_of_tokens"]) for record in records})
-
-
-def _read_megatron(path: Path) -> MixtureFile:
+def _read_megatron(path: Path) -> Weights:
     """Read alternating weights and prefixes."""
     words = path.read_text(encoding="utf-8").split()
     if len(words) % 2:
         raise ValueError(f"has {len(words)} words, expected alternating weights and prefixes")
     names = [Path(prefix).name.removesuffix(PREFIX) for prefix in words[1::2]]
-    return MixtureFile("tokens", dict(zip(names, map(float, words[::2]), strict=True)))
+    return dict(zip(names, map(float, words[::2]), strict=True))
 
 
-def _read_datatrove(path: Path) -> MixtureFile:
+def _read_datatrove(path: Path) -> Weights:
     """Read the literal that is assigned to MIXTURE; the module is parsed, not executed."""
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and any(
             getattr(target, "id", None) == "MIXTURE" for target in statement.targets
         ):
             pairs = ast.literal_eval(statement.value)
-            return MixtureFile("times", {str(value): float(pair[1]) for value, pair in pairs.items()})
+            return {str(value): float(pair[1]) for value, pair in pairs.items()}
     raise ValueError("has no MIXTURE")
+
+
+def _read_llama_factory(path: Path) -> Weights:
+    data = read_yaml(path)
+    names, shares = (str(data[key]).split(",") for key in ("dataset", "interleave_probs"))
+    return {name.strip(): float(share) for name, share in zip(names, shares, strict=True)}
+
+
+def _read_csv(path: Path) -> Weights:
+    records = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    return {record["value"]: float(record["share_of_tokens"]) for record in records}
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureFormat:
-    """A reader of `mixture`: see `grasp.mixtures`."""
+    """A reader of `mixture`, see `grasp.mixtures`: of files with a suffix, or of YAML files with a field.
 
-    suffixes: tuple[str, ...]
-    claims: Callable[[Path], str]
-    read: Reader
-    write: Writer
+    Attributes:
+        key: the suffix, or the name of the field.
+        measure: what the weights are: shares of tokens or documents, or times.
+        weights_of: function that returns the weight of each name in a file.
+        write: function that returns the text of a file, and a description of its weights.
+    """
+
+    key: str
+    measure: str
+    weights_of: Callable[[Path], Weights]
+    write: Callable[[MixtureWeights], tuple[str, str]]
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Return the suffixes of its files, the one that is written first."""
+        return (self.key,) if self.key.startswith(".") else YAML
+
+    def claims(self, path: Path) -> str:
+        """Return why it reads a file; empty if it does not."""
+        if self.key.startswith("."):
+            return f"it ends in {self.key}" * (path.suffix == self.key)
+        return f"it has the field {self.key}" if path.suffix in YAML and self.key in read_yaml(path) else ""
+
+    def read(self, path: Path) -> MixtureFile:
+        """Return the weights by label value, which a comment gives if it differs from the name in the file."""
+        value_of = dict(NAME_LINE.findall(path.read_text(encoding="utf-8")))
+        weights = {value_of.get(name, name): weight for name, weight in self.weights_of(path).items()}
+        return MixtureFile(self.measure, weights)
 
 
-def _format(key: str, read: Reader, write: Writer) -> MixtureFormat:
-    """Return the format of files with this suffix, or of YAML files that have a field of this name."""
-
-    def claims(path: Path) -> str:
-        if key.startswith("."):
-            return f"it ends in {key}" * (path.suffix == key)
-        return f"it has the field {key}" if path.suffix in YAML and key in read_yaml(path) else ""
-
-    return MixtureFormat((key,) if key.startswith(".") else YAML, claims, read, write)
-
-
-OLMO_CORE = _format("sources", _read_olmo_core, _olmo_core)
-LLAMA_FACTORY = _format("interleave_probs", _read_llama_factory, _llama_factory)
-AXOLOTL = _format("datasets", _read_axolotl, _axolotl)
-SHARES = _format("weights", _read_yaml, _yaml)
-DATATROVE = _format(".py", _read_datatrove, _datatrove)
-MEGATRON = _format(".txt", _read_megatron, _megatron)
-CSV = _format(".csv", _read_csv, _csv)
+OLMO_CORE = MixtureFormat(
+    "sources",
+    "tokens",
+    lambda path: {entry["source_name"]: float(entry["target_ratio"]) for entry in read_yaml(path)["sources"]},
+    _olmo_core,
+)
+LLAMA_FACTORY = MixtureFormat("interleave_probs", "documents", _read_llama_factory, _llama_factory)
+AXOLOTL = MixtureFormat("datasets", "times", _read_axolotl, _axolotl)
+SHARES = MixtureFormat(
+    "weights",
+    "tokens",
+    lambda path: {str(value): float(share) for value, share in read_yaml(path)["weights"]["tokens"].items()},
+    _yaml,
+)
+DATATROVE = MixtureFormat(".py", "times", _read_datatrove, _datatrove)
+MEGATRON = MixtureFormat(".txt", "tokens", _read_megatron, _megatron)
+CSV = MixtureFormat(".csv", "tokens", _read_csv, _csv)

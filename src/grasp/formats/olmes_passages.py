@@ -104,38 +104,13 @@ def _source_texts(tasks: Path, name: str) -> Iterator[tuple[str, str]]:
             raise CorpusError(f"{path}: {fault}; {_OTHER_VERSION}") from err
 
 
-def _before_question(query: str) -> str:
-    """Return the passage at the beginning of a reading-comprehension prompt."""
-    return query[: query.rindex("\nQuestion:")]
-
-
-def _background(query: str) -> str:
-    """Return the passage of a SQuAD prompt, without its title."""
-    mark = "\nBackground:"
-    return _before_question(query)[query.index(mark) + len(mark) :]
-
-
-def _join_ending(context: str, ending: str) -> str:
-    """Return a context and its ending with one space between them."""
-    return f"{context.rstrip()} {ending.lstrip()}"
-
-
-def _qasper(doc: Doc) -> Iterable[str]:
-    """Return the abstract and the evidence, without captions of tables and figures."""
-    return [doc["abstract"], *(part for part in doc["evidence"] if not part.startswith("FLOAT SELECTED"))]
-
-
 def _gsm8k(doc: Doc) -> Iterable[str]:
     """Return the question with its solution, without the marked calculations."""
     worked, _, answer = _CALCULATION.sub("", doc["answer"]).partition("\n#### ")
     return [f"{doc['question']}\n{worked}\nThe answer is {answer}."]
 
 
-def _coqa_domain(doc: Doc) -> str:
-    """Return the domain of a CoQA story from its source."""
-    return {"cnn": "news", "wikipedia": "encyclopedia"}.get(doc["source"], "stories")
-
-
+_QUESTION: Final = "\nQuestion:"
 _MATH: Final = (
     "algebra",
     "counting_and_probability",
@@ -146,16 +121,29 @@ _MATH: Final = (
     "precalculus",
     "500",
 )
+_COQA: Final = {"cnn": "news", "wikipedia": "encyclopedia"}  # domains of sources of CoQA; others are stories
 SOURCES: Final[Mapping[str, _Source]] = {
     "sciq": _Source("science", lambda d: [d["support"]], ("sciq/rc_0shot",)),
-    "boolq": _Source("encyclopedia", lambda d: [_before_question(d["query"])], ("boolq/rc_0shot",)),
-    "squad": _Source("encyclopedia", lambda d: [_background(d["query"])], ("squad/bpb_5shot",)),
-    "coqa": _Source(_coqa_domain, lambda d: [d["story"]], ("coqa/bpb_0shot",)),
+    # the passage before the question
+    "boolq": _Source("encyclopedia", lambda d: [d["query"][: d["query"].rindex(_QUESTION)]], ("boolq/rc_0shot",)),
+    # the passage without its title
+    "squad": _Source(
+        "encyclopedia",
+        lambda d: [d["query"][: d["query"].rindex(_QUESTION)].split("\nBackground:", 1)[1]],
+        ("squad/bpb_5shot",),
+    ),
+    "coqa": _Source(lambda d: _COQA.get(d["source"], "stories"), lambda d: [d["story"]], ("coqa/bpb_0shot",)),
     "drop": _Source("encyclopedia", lambda d: [d["passage"]], ("drop/bpb_5shot",)),
     "hellaswag": _Source(
-        "common sense", lambda d: [_join_ending(d["query"], d["choices"][d["gold"]])], ("hellaswag/rc_0shot",)
+        "common sense",
+        lambda d: [f"{d['query'].rstrip()} {d['choices'][d['gold']].lstrip()}"],
+        ("hellaswag/rc_0shot",),
     ),
-    "qasper_yesno": _Source("research papers", _qasper, ("qasper_yesno/rc_5shot",)),
+    "qasper_yesno": _Source(  # without captions of tables and figures
+        "research papers",
+        lambda d: [d["abstract"], *(part for part in d["evidence"] if not part.startswith("FLOAT SELECTED"))],
+        ("qasper_yesno/rc_5shot",),
+    ),
     "sciriff_yesno": _Source("research papers", lambda d: [d["context"]], ("sciriff_yesno/rc_5shot",)),
     "medqa_en": _Source("medicine", lambda d: [d["question"]], ("medqa_en/rc_5shot",)),
     "gsm8k": _Source("math", _gsm8k, ("gsm8k/gold_bpb_5shot",)),
@@ -164,5 +152,7 @@ SOURCES: Final[Mapping[str, _Source]] = {
         lambda d: [f"{d['problem']}\n\n{d['solution']}"],
         tuple(f"minerva_math_{part}/gold_bpb_0shot" for part in _MATH),
     ),
-    "lambada": _Source("stories", lambda d: [_join_ending(d["query"], d["choices"][0])], ("lambada/bpb_0shot",)),
+    "lambada": _Source(
+        "stories", lambda d: [f"{d['query'].rstrip()} {d['choices'][0].lstrip()}"], ("lambada/bpb_0shot",)
+    ),
 }

@@ -52,6 +52,7 @@ SWITCHES = (  # fields of no recipe of GRASP, which are read here
     "weight_dtype",
 )
 DISABLED: tuple[Any, ...] = (None, False, 0, "", "no", [], {})  # values that switch a setting off
+SFT_LOSSES = ("dft",)  # of `SFTConfig`, besides nll; all others are losses of preference pairs
 NOT_DISABLED_BY_0 = ("init_lora_weights", "layers_to_transform", "enable_thinking")  # a random adapter, the first layer
 
 
@@ -66,59 +67,52 @@ def claims(fields: Mapping[str, Any]) -> str:
     return "it has fields of Transformers, TRL, PEFT, Axolotl or LLaMA-Factory"
 
 
-def read(data: Mapping[str, Any], location: str) -> dict[str, Any]:
+def read(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `FineTuningRecipe` that fields under any of their known names stand for.
 
-    Args:
-        data: fields of the recipe.
-        location: beginning of error messages, e.g. the path of the file.
     Raises:
         SettingsError: a field is a typing error, has two values, or is missing.
         ModelError: a setting cannot be differentiated.
     """
     if isinstance(trl := data.get("trl"), Mapping) and trl.get("beta") is not None:  # Axolotl reads it first
         data = {name: value for name, value in data.items() if name not in ("rl_beta", "dpo_beta")}
-    fields = _flatten(data, location)
-    known = known_fields()
-    refused = known["refused"]
-    problems = [
-        f"{name} is set to {fields[name]!r}, which a replay does not support; "
-        + (f"set it to {refused[name][0]!r}" if refused[name] else "remove it, to replay a training without it")
-        for name in _effective(fields, refused)
-    ]
+    fields, known = _flatten(data), known_fields()
+    problems = []
+    for name in _changed(fields, known["refused"]):
+        supported = known["refused"][name]
+        if name == "loss_type" and fields[name] in SFT_LOSSES:
+            supported = ("nll",)
+        advice = f"set it to {supported[0]!r}" if supported else "remove it, to replay a training without it"
+        problems.append(f"{name} is set to {fields[name]!r}, which a replay does not support; {advice}")
     if problems:
-        raise ModelError(f"{location}: {'; '.join(problems)}")
-    if any(name in data for name in AXOLOTL_NAMES):
-        fields = _with_axolotl_defaults(fields)
-    if any(name in data for name in LLAMA_FACTORY_NAMES):
-        fields = _with_llama_factory_adapter(fields)
+        raise ModelError("; ".join(problems))
+    fields = _with_trainer_defaults(fields, data)
     used = {*RECIPE_FIELDS, *known["aliases"], *known["refused"], *SWITCHES}
     neutral = {*known["noted"], *chain.from_iterable(known["neutral"].values())}
-    set_names = [name for name, value in fields.items() if _is_set(name, value)]
-    unknown = unknown_names(set_names, used, neutral, location, mistaken=MISTAKEN_NAMES)
+    unknown = unknown_names(_changed(fields, dict.fromkeys(fields, ())), used, neutral, MISTAKEN_NAMES)
     if fields and not fields.keys() & used:
         raise SettingsError(
-            f"{location}: has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of "
-            "TrainingArguments, Axolotl or LLaMA-Factory at the top level, such as learning_rate"
+            f"has no field of a training, got {', '.join(list(fields)[:5])}; expected the names of TrainingArguments, "
+            "Axolotl or LLaMA-Factory at the top level, such as learning_rate"
         )
-    fields = _with_adapter_defaults(fields, location)
+    fields = _with_adapter_defaults(fields)
     if fields.get("lora_target_linear"):
         fields["lora_target_modules"] = "all-linear"
-    notes = _notes(fields, [*_effective(fields, known["noted"]), *unknown])
+    notes = _notes(fields, [*_changed(fields, known["noted"]), *unknown])
     recipe = {name: value for name, value in fields.items() if value is not None and name in RECIPE_FIELDS}
     return recipe | {"notes": notes}
 
 
-def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
+def _flatten(data: Mapping[str, Any]) -> dict[str, Any]:
     """Rename fields to those of Transformers, and merge the groups of adapter and training arguments into them."""
     entries: list[tuple[str, Any]] = []
     for key, value in data.items():
         name = str(key)
         if name in ("lora", "peft", "peft_config") and isinstance(value, Mapping):
             group = {"lora_alpha" if key == "alpha" else key: entry for key, entry in value.items()}
-            entries += _flatten(group, location).items()
+            entries += _flatten(group).items()
         elif name in ("training_args", "training_arguments", "args", "trl") and isinstance(value, Mapping):
-            entries += _flatten(value, location).items()
+            entries += _flatten(value).items()
         else:
             if name not in ("peft_type", "peft_version"):
                 name = name.removeprefix("peft_")  # Axolotl
@@ -129,12 +123,12 @@ def _flatten(data: Mapping[str, Any], location: str) -> dict[str, Any]:
         if value is None and previous is not None:  # saved arguments contain obsolete names, without a value
             continue
         if previous is not None and previous != value:
-            raise SettingsError(f"{location}: {name}: got both {previous!r} and {value!r}; remove one of them")
+            raise SettingsError(f"{name}: got both {previous!r} and {value!r}; remove one of them")
         fields[name] = value
     return fields
 
 
-def _with_adapter_defaults(fields: Mapping[str, Any], location: str) -> dict[str, Any]:
+def _with_adapter_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Add what TRL adds to an adapter, or remove the fields of an adapter that is switched off."""
     names = ("lora_r", "lora_alpha", "lora_target_modules")
     unused = (*names, "lora_target_linear", "lora_dropout")
@@ -144,35 +138,36 @@ def _with_adapter_defaults(fields: Mapping[str, Any], location: str) -> dict[str
     if fields.get("use_peft"):
         if not fields.get("lora_target_modules"):
             raise SettingsError(
-                f"{location}: lora_target_modules is missing, and PEFT would choose layers by the type of the model; "
-                "list them, e.g. [q_proj, v_proj]"
+                "lora_target_modules is missing, and PEFT would choose layers by the type of the model; list them, "
+                "e.g. [q_proj, v_proj]"
             )
         return TRL_ADAPTER_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
     if not fields.get("lora_r") and any(fields.get(name) for name in (*names, "adapter", "peft_type")):
-        raise SettingsError(f"{location}: lora_r is missing: the adapter has no rank; set it, or remove the adapter")
+        raise SettingsError("lora_r is missing: the adapter has no rank; set it, or remove the adapter")
     return dict(fields)
 
 
-def _with_axolotl_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of Axolotl that differ from those of Transformers."""
-    fields = AXOLOTL_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
-    if fields.get("warmup_steps") == 0:  # no warm-up, instead of the default one
-        fields["warmup_ratio"] = 0.0
-    batch_rows = fields.pop("batch_size", None)  # of a step; its forward passes are the other way to set it
-    if batch_rows and "gradient_accumulation_steps" not in fields:
-        fields["gradient_accumulation_steps"] = max(1, int(batch_rows) // int(fields["per_device_train_batch_size"]))
-    return fields | {"joined_epochs": True}
-
-
-def _with_llama_factory_adapter(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the adapter of LLaMA-Factory, whose layers are `all` or names separated by commas, or switch it off."""
+def _with_trainer_defaults(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what Axolotl or LLaMA-Factory, whose names `data` has, add to a recipe, where Transformers does not."""
+    fields = dict(fields)
+    if any(name in data for name in AXOLOTL_NAMES):
+        fields = AXOLOTL_DEFAULTS | {name: value for name, value in fields.items() if value is not None}
+        if fields.get("warmup_steps") == 0:  # no warm-up, instead of the default one
+            fields["warmup_ratio"] = 0.0
+        batch_rows = fields.pop("batch_size", None)  # of a step; its forward passes are the other way to set it
+        if batch_rows and "gradient_accumulation_steps" not in fields:
+            per_pass = int(fields["per_device_train_batch_size"])
+            fields["gradient_accumulation_steps"] = max(1, int(batch_rows) // per_pass)
+        fields["joined_epochs"] = True
+    if not any(name in data for name in LLAMA_FACTORY_NAMES):
+        return fields
     if fields.get("finetuning_type") == "full":
         return {**fields, "use_peft": False}
     fields = LLAMA_FACTORY_ADAPTER | {name: value for name, value in fields.items() if value is not None}
     modules, rank = fields["lora_target_modules"], str(fields["lora_r"])
     if "lora_alpha" not in fields and rank.isdecimal():
         fields["lora_alpha"] = 2 * int(rank)
-    if isinstance(modules, str):
+    if isinstance(modules, str):  # names separated by commas
         fields["lora_target_modules"] = "all-linear" if modules == "all" else modules.replace(" ", "").split(",")
     return fields
 
@@ -203,12 +198,10 @@ def _notes(fields: Mapping[str, Any], not_used: Sequence[str]) -> list[str]:
     return notes
 
 
-def _is_set(name: str, value: Any) -> bool:
-    """Return whether a field has a value that does not switch it off."""
-    return value not in DISABLED or (name in NOT_DISABLED_BY_0 and value == 0)
-
-
-def _effective(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the names of `harmless` that are set to another value than those."""
-    names = [name for name in harmless if _is_set(name, fields.get(name))]
-    return [name for name in names if fields[name] not in harmless[name]]
+def _changed(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the names of `harmless` that are set to another value than those, and than values that switch them off."""
+    return [
+        name
+        for name, values in harmless.items()
+        if (value := fields.get(name)) not in (*DISABLED, *values) or (value == 0 and name in NOT_DISABLED_BY_0)
+    ]

@@ -1,6 +1,5 @@
-"""Inspect an artifact: suspicious rows, explanations of rows, and health checks.
+"""Inspect an artifact: explanations of rows, and health checks.
 
 In: an artifact, and its model and corpus if rows are recomputed. Out: results that print themselves. Start with
-`detect.detect` (suspicious rows; `detection` has its statistics, `copies` finds rows that equal trusted units),
-`explain.explain` (effects of single words) and `health.check` (validity of the approximations).
+`explain.explain` (effects of single words) or `health.check` (validity of the approximations).
 """

@@ -46,8 +46,8 @@ from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
-from grasp.pipeline.add_targets import load_kernels
 from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
+from grasp.pipeline.stored_inputs import load_kernels
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.results import Result
@@ -282,7 +282,8 @@ class _PreparedUnits:
         terms = EffectTerms.from_artifact(self.artifact, self.predictor, index)
         sums = self._row_contributions(shard, terms)
         stored = {name: float(terms.weights[name] @ terms.stored[name]) for name in sums.by_kernel_L}
-        total = sum(sums.recomputed.values())
+        recomputed = {name: float(contribution_L.sum()) for name, contribution_L in sums.by_kernel_L.items()}
+        total = sum(recomputed.values())
         gap = total + sums.replay + terms.text + terms.average - terms.effect
 
         table, notes = self._token_table(shard, sums), []
@@ -307,7 +308,6 @@ class _PreparedUnits:
             questions = questions.append_column("contribution", pa.array(sums.by_column_C))
             questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
             notes += _dominant_question_notes(questions)
-        recomputed = sums.recomputed
         if REPLAY in terms.weights:
             recomputed[REPLAY] = stored[REPLAY] = sums.replay
         return Explanation(
@@ -388,11 +388,6 @@ class _RowContributions:
     pair_LC: NDArray[np.float32]
     token_P: I64
     replay: float
-
-    @property
-    def recomputed(self) -> dict[str, float]:
-        """Return the sum over the tokens by kernel."""
-        return {name: float(contribution_L.sum()) for name, contribution_L in self.by_kernel_L.items()}
 
 
 def _dominant_question_notes(questions: pa.Table) -> list[str]:

@@ -138,17 +138,12 @@ class Explanation(Result):
             questions = self.questions.to_pylist()
             helped = [question for question in questions if question["contribution"] > 0][:SHOWN_QUESTIONS]
             hurt = [question for question in questions[::-1] if question["contribution"] < 0][:SHOWN_QUESTIONS]
-            for title, selected in (
-                ("questions it helps most, by contribution to the effect", helped),
-                ("questions it harms most", hurt),
-            ):
+            titles = "questions it helps most, by contribution to the effect", "questions it harms most"
+            for title, selected in zip(titles, (helped, hurt), strict=True):
+                texts = [f"{ending(each['prompt'], 100)} -> {each['completion'].strip()}" for each in selected]
                 lines = [
-                    [
-                        signed(question["contribution"]),
-                        question["unit_id"],
-                        plain(f"{ending(question['prompt'], 100)} -> {question['completion'].strip()}"),
-                    ]
-                    for question in selected
+                    [signed(question["contribution"]), question["unit_id"], plain(text)]
+                    for question, text in zip(selected, texts, strict=True)
                 ]
                 if lines:
                     yield title, ["adds", "unit_id", "text"], lines
@@ -163,16 +158,10 @@ class Explanation(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
+        values = ("target", "row_id", "unit_id", "effect", "text", "average", "gap", "replay")
         tables = {name: getattr(self, name) for name in ("kernels", "answer", "pairs", "questions")}
         return {
-            "target": self.target,
-            "row_id": self.row_id,
-            "unit_id": self.unit_id,
-            "effect": self.effect,
-            "text": self.text,
-            "average": self.average,
-            "gap": self.gap,
-            "replay": self.replay,
+            **{name: getattr(self, name) for name in values},
             "tokens": self.table.to_pylist(),
             **{name: table.to_pylist() for name, table in tables.items() if table is not None},
             "notes": list(self.notes),
@@ -286,7 +275,7 @@ class EffectTerms:
     @classmethod
     def from_artifact(cls, artifact: ArtifactReader, predictor: Predictor, index: int) -> Self:
         """Decompose the effect of a row; `predictor` is additive, for one target or some of its units."""
-        task, columns_E = predictor.task, predictor.units.columns_E
+        columns_E = predictor.units.columns_E
         stored, weights = {}, {}
         # With a prediction from text and labels (`prior`), relevance has the weight rho, and the prediction the rest.
         rho = 1.0 if predictor.prior is None else float(predictor.prior.rho_T[0])
@@ -295,8 +284,9 @@ class EffectTerms:
             stored[kernel] = np.asarray(relevance_1E[0], dtype=np.float64)
             sign_weight_E = np.where(stored[kernel] < 0, predictor.protocol.negative_factor(kernel), 1.0)
             weights[kernel] = rho * sign_weight_E * predictor.unit_relevance_to_effect[kernel] / len(columns_E)
-        average = -sum(float(task.relevance_to_effect[kernel][0] * task.scales[kernel].mean_C[0]) for kernel in stored)
-        return cls(float(predictor.effect_NT[index, 0]), predictor.prior_effect(index), average, stored, weights)
+        effect, text = float(predictor.effect_NT[index, 0]), predictor.prior_effect(index)
+        from_units = sum(float(weights[kernel] @ stored_E) for kernel, stored_E in stored.items())
+        return cls(effect, text, effect - text - from_units, stored, weights)
 
     @property
     def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix

@@ -4,7 +4,7 @@ Scores rest on truncated residuals, batched forward passes and, optionally, sket
 projections). Each check measures one of these on a sample of rows. Start with `check`; `health_metrics` has the
 measurements.
 
-Shape letters: N rows of the sample, B subsets, E units, D sketch width.
+Shape letters: N rows of the sample, E units.
 """
 
 from collections import Counter
@@ -18,7 +18,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from grasp.api.evaluate import agreement
-from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, SettingsError
 from grasp.inspect import health_metrics as metrics
@@ -30,7 +29,6 @@ from grasp.inspect.rescoring import (
     reopen_source,
     sample_features,
     sample_rows,
-    subset_weights_in_sample,
 )
 from grasp.models.build_source import BuildSource
 from grasp.pipeline.model_pass import merge_batches
@@ -40,7 +38,6 @@ from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
-from grasp.seeds import stream
 from grasp.text import json_text, plain
 
 T = TypeVar("T")
@@ -98,7 +95,7 @@ def check(
         runs: retrained runs, to check whether predictions rank their subsets correctly.
         protocol: scoring rule. Default: the built-in one. A registered rule may have further checks.
         rows: rows of the sample; memory is rows^2 numbers and their full features.
-        subsets: number of subsets: those of the runs, restricted to the sample, or else halves of the sample.
+        subsets: number of subsets for checks of a registered rule: those of the runs, or else halves of the sample.
         seed: seed of the samples of rows and subsets.
         overrides: settings of the user; custom code of the artifact runs only if they name it too.
     Raises:
@@ -109,15 +106,9 @@ def check(
     if len(index) < MIN_ROWS or subsets < 3:
         raise SettingsError(f"check: got {len(index)} rows and {subsets} subsets, expected at least {MIN_ROWS} and 3")
     bound_runs = None if runs is None else bind_runs(artifact, runs)
-    if bound_runs is None:
-        weight_BN = _half_samples(len(index), subsets, seed)
-        subsets_text = "halves of them"
-    else:
-        weight_BN = subset_weights_in_sample(artifact, bound_runs, index, subsets)
-        subsets_text = f"subsets of {bound_runs.name} restricted to the sample"
     source = _result_or_error(lambda: reopen_source(artifact, overrides))
     features = _result_or_error(lambda: sample_features(artifact, index, source))
-    sample = SampledArtifact(artifact, index, weight_BN, source, features)
+    sample = SampledArtifact(artifact, index, source, features, bound_runs, subsets, seed)
     rule = resolve_protocol(protocol, artifact)
     weights = kernel_weights(rule.resolved_for(artifact))
 
@@ -141,7 +132,7 @@ def check(
     headline += f", {counts['look']} need a look" * bool(counts["look"])
     headline += f", {counts['not measured']} were not measured" * bool(counts["not measured"])
     features_from = "nothing" if isinstance(features, GraspError) else features.source
-    notes = (f"{len(index)} rows, {len(weight_BN)} {subsets_text}, full features from {features_from}",)
+    notes = (f"{len(index)} rows, full features from {features_from}",)
     return Health(table, f"{headline}.", notes, checks=tuple(results), source=features_from)
 
 
@@ -151,13 +142,11 @@ class SampledArtifact:
 
     artifact: ArtifactReader
     index: NDArray[np.int64]
-    weight_BN: F64
     source: BuildSource | GraspError
     features: SampleFeatures | GraspError
-
-    def array(self, name: str) -> F64:
-        """Return the rows of the sample of an array, (n, width)."""
-        return np.asarray(self.artifact.array_rows(name, self.index), dtype=np.float64)
+    runs: TrainingRuns | None
+    subsets: int  # number of subsets of a check that needs some, and the seed of their draws
+    seed: int
 
 
 def _result_or_error(compute: Callable[[], T]) -> T | GraspError:
@@ -166,15 +155,6 @@ def _result_or_error(compute: Callable[[], T]) -> T | GraspError:
         return compute()
     except GraspError as err:
         return err
-
-
-def _half_samples(n_rows: int, n_subsets: int, seed: int) -> F64:
-    """Draw subsets of half of the rows each, and return their weights, (B, N), which add up to 1."""
-    generator, half = stream(seed, "audit", "subsets"), n_rows // 2
-    weight_BN = np.zeros((n_subsets, n_rows))
-    for weight_N in weight_BN:
-        weight_N[generator.choice(n_rows, size=half, replace=False)] = 1.0 / half
-    return weight_BN
 
 
 def _check_concentration(artifact: ArtifactReader, kernel: str) -> Check:
@@ -199,7 +179,7 @@ def _check_truncation(sample: SampledArtifact) -> Check:
     name = "residual beyond top-k"
     if isinstance(sample.features, GraspError):
         return unmeasured_check(name, HEALTHY_TAIL, str(sample.features))
-    share = metrics.truncated_mass(sample.features.residual_NV)
+    share = metrics.truncated_mass(sample.features.batch.summary.residual_NV)
     top_k = sample.artifact.feature_settings["top_k"]
     return judge_check(
         name,

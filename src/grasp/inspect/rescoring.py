@@ -3,32 +3,26 @@
 `sample_features` reads or recomputes the features of the rows: hidden states and residuals at the positions that carry
 loss.
 
-Shape letters: N rows of the sample, P their positions, K entries of a residual, H hidden width, V vocabulary,
-B subsets.
+Shape letters: N rows of the sample, H hidden width, V vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array, vstack
+from scipy.sparse import vstack
 
-from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError, ModelError, RunsError
+from grasp.errors import GraspError, ModelError
 from grasp.hub import fetched_before
 from grasp.kernels.kernel import Batch
 from grasp.models.build_source import BuildSource
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures
 from grasp.pipeline.model_pass import ModelPass, merge_batches, read_batches
-from grasp.runs.alignment import Alignment
-from grasp.runs.metrics import MIN_SUBSETS
-from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
 
 MAX_SHARDS = 8  # shards read for a sample, since shards of stored features may be large
@@ -45,29 +39,6 @@ class SampleFeatures:
 
     batch: Batch
     source: Literal["kept features", "the model"]
-
-    @property
-    def hidden_NH(self) -> NDArray[np.float32]:  # noqa: N802 - a shape suffix
-        """Return hidden states averaged over the positions of summaries."""
-        return self.batch.summary.hidden_NH
-
-    @property
-    def residual_NV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Return residuals averaged over the positions of summaries."""
-        return self.batch.summary.residual_NV
-
-    @cached_property
-    def residual_PV(self) -> csr_array:  # noqa: N802 - a shape suffix
-        """Return the residuals at the positions as a sparse matrix; duplicate coordinates are summed."""
-        index_PK = self.batch.residual.index_PK.cpu().numpy()
-        value_PK = self.batch.residual.value_PK.float().cpu().numpy()
-        n_positions, n_entries = index_PK.shape
-        row_starts = np.arange(0, n_positions * n_entries + 1, n_entries)
-        shape = n_positions, self.batch.vocab_size
-        residual_PV = csr_array((value_PK.ravel(), index_PK.ravel(), row_starts), shape=shape, copy=True)
-        residual_PV.sum_duplicates()  # in place, on the copy of the batch's arrays
-        residual_PV.eliminate_zeros()
-        return residual_PV
 
 
 def reopen_source(artifact: ArtifactReader, overrides: Mapping[str, Any] | None = None) -> BuildSource:
@@ -155,27 +126,3 @@ def sample_rows(artifact: ArtifactReader, n_rows: int, seed: int) -> NDArray[np.
     shards = generator.permutation(grid.n_shards)[:MAX_SHARDS]
     pool_N = np.concatenate([np.arange(*grid.bounds(int(k))) for k in sorted(shards)])
     return np.sort(generator.choice(pool_N, size=min(n_rows, len(pool_N)), replace=False)).astype(np.int64)
-
-
-def subset_weights_in_sample(
-    artifact: ArtifactReader, runs: TrainingRuns, row_index: NDArray[np.int64], max_subsets: int
-) -> F64:
-    """Return the weights of the first subsets of runs, restricted to the sample and normalised to sum 1, (B, N).
-
-    Args:
-        artifact: artifact of the rows.
-        runs: retrained or imported runs.
-        row_index: rows of the sample.
-        max_subsets: number of subsets to read; those without rows in the sample are left out.
-    Raises:
-        RunsError: fewer than `MIN_SUBSETS` subsets have rows in the sample.
-    """
-    blocks = Alignment.from_runs(runs, artifact).blocks
-    weight_BN = np.concatenate([block.weights_BN[:, row_index].toarray() for block in blocks])[:max_subsets]
-    total_B = weight_BN.sum(axis=1)
-    if (total_B > 0).sum() < MIN_SUBSETS:
-        raise RunsError(
-            f"{runs.path}: {int((total_B > 0).sum())} of its subsets have rows among the {len(row_index)} of "
-            f"the sample, expected at least {MIN_SUBSETS}; take more rows"
-        )
-    return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])

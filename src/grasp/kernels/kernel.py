@@ -28,7 +28,7 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
-from grasp.entry_points import load_class
+from grasp.entry_points import load
 from grasp.kernels.whitening import HiddenMoments, Moments
 from grasp.models.head import OutputHead
 from grasp.models.residuals import PooledFeatures, SparseResidual, hidden_gradient, pool
@@ -339,7 +339,8 @@ def kernel_class(name: str) -> type[Kernel]:
     Raises:
         SettingsError: unknown name; the message lists the existing kernels.
     """
-    return load_class("grasp.kernels", name, Kernel, "features.kernels")  # type: ignore[type-abstract]
+    loaded: type[Kernel] = load("grasp.kernels", name, Kernel, "features.kernels")
+    return loaded
 
 
 def make_kernels(

@@ -29,7 +29,7 @@ from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import SettingsError
 from grasp.models.build_source import BuildSource
 from grasp.predict.weights import SubsetBlock
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions
 from grasp.runs.training_runs import TrainingRuns, Utilities
@@ -84,7 +84,7 @@ class MethodInputs:
     batch_tokens: int | None = None
     checkpoint_paths: tuple[Path, ...] = ()
     runs: AlignedRuns | None = None
-    progress: Progress = Silent()  # noqa: RUF009 - it has no state
+    progress: Progress = Progress()  # noqa: RUF009 - it has no state
 
     # ------------------------------------------------------------------------------------------- rows
 

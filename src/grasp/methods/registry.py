@@ -16,6 +16,7 @@ Shape letters: N rows, E units, B subsets.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from grasp.arrays import F32, F64, I64, Blocks
 from grasp.artifact.reader import ArtifactReader
-from grasp.entry_points import Entry, entries, find, load_class
+from grasp.entry_points import entries, load
 from grasp.errors import SettingsError, ShapeError
 from grasp.extras import require
 from grasp.methods.contract import Account, AlignedRuns, Method, MethodInputs, MethodScores, RowMethod, SubsetMethod
 from grasp.predict.weights import SubsetBlock
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Cost, MethodRole, Predictions, Weighting, sum_row_scores
 from grasp.runs.training_runs import TrainingRuns
@@ -44,7 +45,7 @@ ANY_UNIT = ("", "any")  # target and unit of the only column of scores that do n
 SUM_NOTE = "scores are summed over a subset, not averaged"
 
 
-def registered_methods() -> dict[str, Entry]:
+def registered_methods() -> dict[str, EntryPoint]:
     """Return all registered methods by name.
 
     Raises:
@@ -60,7 +61,8 @@ def load_method(name: str) -> type[Method[Any]]:
         SettingsError: unknown name, and the message lists the available ones; or the entry point is not a method.
         MissingExtraError: the module cannot be imported.
     """
-    return load_class(GROUP, name, Method)
+    loaded: type[Method[Any]] = load(GROUP, name, Method)
+    return loaded
 
 
 class _CommonOptions(Settings):
@@ -120,7 +122,7 @@ def configure_methods(
     for label in labels:
         if label not in configurations and label not in registered_methods():
             if not configurations:
-                find(GROUP, label, error_prefix)  # raises with the list of available methods
+                load(GROUP, label, Method, error_prefix)  # raises with the list of available methods
             fault = (
                 f"unknown label {label!r}; configured in {error_prefix}: {', '.join(configurations)}; available "
                 f"methods: {', '.join(registered_methods())}"
@@ -339,5 +341,5 @@ def score_artifact(
         alignment = Alignment.from_runs(runs, artifact)
         retrained = AlignedRuns.from_alignment(alignment, runs.utilities().select(*alignment.run_targets.values()))
     paths, cache_path = tuple(map(Path, checkpoints)), None if cache is None else Path(cache)
-    inputs = MethodInputs(artifact, checkpoint_paths=paths, runs=retrained, progress=progress or Silent())
+    inputs = MethodInputs(artifact, checkpoint_paths=paths, runs=retrained, progress=progress or Progress())
     return MethodRows(artifact, configured.label, score_rows(configured, inputs, cache_path))

@@ -4,7 +4,7 @@ Start with `ReferenceModel.load`. Shape letters: B rows of a batch, L tokens, P 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -146,16 +146,7 @@ class ReferenceModel:
                 soft cap; or hidden states changed, so losses would depend on the token that they predict, and features
                 of a row on its padding.
         """
-        fault = next(self._faults(), None)
-        if fault is not None:
-            raise ModelError(f"{type(self.model).__name__}: {fault}, so GRASP cannot read it")
-
-    def _faults(self) -> Iterator[str]:
-        """Yield why the model cannot be read, see `check`."""
-        tolerance = TOLERANCE[self.dtype]
-        if "lsh" in (getattr(self.model.config, "attn_layers", None) or ()):
-            # The rows below may be too short to reveal this: within one chunk nothing is sorted.
-            yield "its LSH attention sorts all tokens of a row into chunks; it is not a causal LM"
+        tolerance, fault = TOLERANCE[self.dtype], ""
         length = min(CHECKED_TOKENS, self.context or CHECKED_TOKENS)
         first = length // 2
         draws = np.random.default_rng(0).integers(self.vocab_size, size=(3, length))
@@ -169,7 +160,7 @@ class ReferenceModel:
         )
         allowed = tolerance * max(float(model_logits_BLV.std()), 1e-6)
         if not difference <= allowed:
-            yield (
+            fault = (
                 f"head(hidden) differs from the model's logits by {difference:.3g}, expected at most {allowed:.3g}; "
                 "its output head is not linear + scale + soft cap"
             )
@@ -178,14 +169,19 @@ class ReferenceModel:
         before, after = hidden_BLH[:, :first].to(self.work), self.hidden(changed_ids_BL)[:, :first].to(self.work)
         change = float(torch.cat([after - before, before[:1] - before[1:]]).abs().max())
         allowed = tolerance * max(float(before.std()), 1e-6)
-        if not change <= allowed:
+        if not change <= allowed and not fault:
             config = vars(self.model.config)
             encoder_fields = [f"{field}: false" for field in ("is_decoder", "causal") if config.get(field) is False]
             hint = f" (its config has {encoder_fields[0]}, set it to true for a decoder)" if encoder_fields else ""
-            yield (
+            fault = (
                 f"hidden states changed by {change:.3g} with later tokens or padding, expected at most "
                 f"{allowed:.3g}; it is not a causal LM{hint}"
             )
+        if "lsh" in (getattr(self.model.config, "attn_layers", None) or ()):
+            # The rows above may be too short to reveal this: within one chunk nothing is sorted.
+            fault = "its LSH attention sorts all tokens of a row into chunks; it is not a causal LM"
+        if fault:
+            raise ModelError(f"{type(self.model).__name__}: {fault}, so GRASP cannot read it")
 
     def fingerprint(self) -> str:
         """Return a blake2b hash of the loaded weights and the logit link."""
@@ -299,17 +295,6 @@ def length_class(config: Any, length_N: I64) -> I64 | None:
     different frequencies. The class does not decrease with the length.
     """
     beyond_N, exact_N = np.zeros_like(length_N), np.zeros_like(length_N)
-    for rope_type, border in _rope_borders(config):
-        if rope_type == "longrope":
-            beyond_N += length_N > border
-        else:
-            exact_N = np.maximum(exact_N, np.where(length_N > border, length_N, 0))
-    class_N = beyond_N + exact_N * (int(beyond_N.max(initial=0)) + 1)
-    return class_N if class_N.any() else None
-
-
-def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield rotary embeddings that depend on the length of a row: their type, and the length beyond which they do."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     context = getattr(text, "max_position_embeddings", None)
@@ -320,9 +305,11 @@ def _rope_borders(config: Any) -> Iterator[tuple[str, int]]:
                 text, "original_max_position_embeddings", context
             )
             if rope_type == "longrope" and original:
-                yield rope_type, int(original)
+                beyond_N += length_N > int(original)
             elif "dynamic" in rope_type and context:
-                yield rope_type, int(context)
+                exact_N = np.maximum(exact_N, np.where(length_N > int(context), length_N, 0))
+    class_N = beyond_N + exact_N * (int(beyond_N.max(initial=0)) + 1)
+    return class_N if class_N.any() else None
 
 
 def dynamic_ropes(model: nn.Module) -> tuple[nn.Module, ...]:

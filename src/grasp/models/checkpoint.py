@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -74,10 +74,11 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in settings."""
-    for name, known in DTYPES.items():
-        if known == dtype:
-            return name
-    raise ModelError(f"model: its weights are {dtype}, expected {', '.join(DTYPES)}; convert it, e.g. model.float()")
+    if dtype not in DTYPES.values():
+        raise ModelError(
+            f"model: its weights are {dtype}, expected {', '.join(DTYPES)}; convert it, e.g. model.float()"
+        )
+    return str(dtype).removeprefix("torch.")
 
 
 def load_causal_lm(settings: ModelSettings, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ def load_checkpoint(
     arguments = _load_arguments("model.path", name, settings)
     _check_weight_size(Path(arguments["pretrained_model_name_or_path"], arguments.get("gguf_file", "")))
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = _from_pretrained(auto_class, "model.path", problem, arguments, **options)
+    model, report = _from_pretrained(auto_class, "model.path", problem, name, settings, **options)
     # transformers initialises missing weights randomly, which is useless for a reference model
     missing = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if missing:
@@ -120,9 +121,7 @@ def load_checkpoint(
 
 def load_auxiliary(auto_class: Any, settings: ModelSettings, problem: str, **options: Any) -> Any:
     """Load another part of a checkpoint than its weights, with a class of transformers."""
-    return _from_pretrained(
-        auto_class, "model.path", problem, _load_arguments("model.path", settings.path, settings), **options
-    )
+    return _from_pretrained(auto_class, "model.path", problem, settings.path, settings, **options)
 
 
 def check_readable(name: str) -> None:
@@ -169,9 +168,7 @@ def recorded_train(settings: ModelSettings, model: nn.Module | None = None) -> T
 def text_config_of(settings: ModelSettings) -> Any:
     """Return the configuration of a causal LM's text model, without loading its weights."""
     name = _adapter_base(settings.path) or settings.path
-    config = _from_pretrained(
-        AutoConfig, "model.path", "has no configuration", _load_arguments("model.path", name, settings)
-    )
+    config = _from_pretrained(AutoConfig, "model.path", "has no configuration", name, settings)
     config = config.get_text_config(decoder=True)
     vocab_size = getattr(config, "vocab_size", None)
     if isinstance(vocab_size, int) and vocab_size < 1:
@@ -199,7 +196,7 @@ def tokenizer_at(field: str, name: str, settings: ModelSettings) -> Any:
             f"{field}: `{name}` has no tokenizer; pass its directory{flag}, or save it there with "
             "tokenizer.save_pretrained"
         )
-    return _from_pretrained(AutoTokenizer, field, "has no tokenizer", _load_arguments(field, name, settings))
+    return _from_pretrained(AutoTokenizer, field, "has no tokenizer", name, settings)
 
 
 def _adapter_base(name: str) -> str | None:
@@ -272,8 +269,11 @@ def _load_adapter(model: Any, settings: ModelSettings) -> Any:
     return adapted
 
 
-def _from_pretrained(auto_class: Any, field: str, problem: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+def _from_pretrained(
+    auto_class: Any, field: str, problem: str, name: str, settings: ModelSettings, **options: Any
+) -> Any:
     """Call `from_pretrained`, and convert its errors to one line that begins with the setting `field`."""
+    arguments = _load_arguments(field, name, settings)
     try:
         with _quiet():
             return auto_class.from_pretrained(**arguments, **options)

@@ -6,7 +6,6 @@ head of a model by experiments, because configurations of models do not describe
 Shape letters: P positions, H hidden width, V vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -112,53 +111,49 @@ class OutputHead:
         return slope if self.factor_V is None else slope * self.factor_V
 
     @cached_property
+    @torch.no_grad()
     def _effective_matrix(self) -> tuple[Tensor | None, Tensor | None]:
-        return _effective_matrix(self.linear, self.classes)
+        """Compute the effective matrix A of the layer from its outputs for multiples of unit vectors.
 
+        Returns:
+            A, (V, H), or None if its rows are those of W times factors; these factors, (V,), or None if all are 1.
+        """
+        linear, weight_VH = self.linear, self.linear.get_parameter("weight").detach()
+        width, dtype = weight_VH.shape[1], weight_VH.dtype
+        unit_HH = torch.eye(width, dtype=dtype, device=weight_VH.device)
+        offset_V = linear(0 * unit_HH[:1])
+        matrix_VH = (linear(PROBE_SCALE * unit_HH) - offset_V).T / PROBE_SCALE
+        hidden_PH = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(unit_HH)
 
-@torch.no_grad()
-def _effective_matrix(linear: nn.Module, classes: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the effective matrix A of a linear module from its outputs for multiples of unit vectors.
+        def computes(expected: Tensor, **replaced: Tensor) -> bool:
+            """Return whether the module, with some parameters replaced, has the expected output without its offset."""
+            actual = torch.func.functional_call(linear, replaced, (hidden_PH,)) - offset_V
+            std = max(float(expected.std()), 1e-6)
+            return float((actual - expected).abs().max()) <= TOLERANCE[dtype] * std
 
-    Returns:
-        A, (V, H), or None if its rows are those of the weight times factors; these factors, (V,), or None if all are 1.
-    """
-    weight_VH: Tensor = linear.weight.detach()  # type: ignore[operator]
-    width, dtype = weight_VH.shape[1], weight_VH.dtype
-    unit_HH = torch.eye(width, dtype=dtype, device=weight_VH.device)
-    offset_V = linear(0 * unit_HH[:1])
-    matrix_VH = (linear(PROBE_SCALE * unit_HH) - offset_V).T / PROBE_SCALE
-    hidden_PH = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(unit_HH)
-
-    def computes(expected: Tensor, **replaced: Tensor) -> bool:
-        """Return whether the module, with some parameters replaced, has the expected output without its offset."""
-        actual = torch.func.functional_call(linear, replaced, (hidden_PH,)) - offset_V
-        std = max(float(expected.std()), 1e-6)
-        return float((actual - expected).abs().max()) <= TOLERANCE[dtype] * std
-
-    work = torch.promote_types(dtype, torch.float32)
-    if not computes(hidden_PH.to(work) @ matrix_VH.to(work).T):
-        raise ModelError(
-            f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; its "
-            "gradient is unknown"
-        )
-    eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another dtype
-    rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE_SCALE)
-    if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
-        return None, None
-    squares_V = weight_VH.to(work).square().sum(dim=1).clamp(min=torch.finfo(work).tiny)
-    factor_V = (matrix_VH.to(work) * weight_VH.to(work)).sum(dim=1) / squares_V
-    if (
-        "weight" in dict(linear.named_parameters(recurse=False))
-        and bool((factor_V != 0).all())
-        and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
-        # If the module normalises rows, the factors depend on the weight: they fail for permuted rows.
-        and computes(
-            hidden_PH.to(work) @ weight_VH.to(work).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
-        )
-    ):
-        return None, factor_V[:classes]
-    return matrix_VH[:classes].to(dtype).contiguous(), None
+        work = torch.promote_types(dtype, torch.float32)
+        if not computes(hidden_PH.to(work) @ matrix_VH.to(work).T):
+            raise ModelError(
+                f"{type(linear).__name__}: the output layer is not linear in its input, expected a matrix and a bias; "
+                "its gradient is unknown"
+            )
+        eps = max(torch.finfo(dtype).eps, torch.finfo(matrix_VH.dtype).eps)  # a module may compute in another dtype
+        rounding_VH = 8 * eps * (matrix_VH.abs() + float(offset_V.abs().max()) / PROBE_SCALE)
+        if bool(((matrix_VH - weight_VH).abs() <= rounding_VH).all()):
+            return None, None
+        squares_V = weight_VH.to(work).square().sum(dim=1).clamp(min=torch.finfo(work).tiny)
+        factor_V = (matrix_VH.to(work) * weight_VH.to(work)).sum(dim=1) / squares_V
+        if (
+            "weight" in dict(linear.named_parameters(recurse=False))
+            and bool((factor_V != 0).all())
+            and bool(((matrix_VH - factor_V[:, None] * weight_VH).abs() <= rounding_VH).all())
+            # If the module normalises rows, the factors depend on the weight: they fail for permuted rows.
+            and computes(
+                hidden_PH.to(work) @ weight_VH.to(work).roll(1, dims=0).T * factor_V, weight=weight_VH.roll(1, dims=0)
+            )
+        ):
+            return None, factor_V[: self.classes]
+        return matrix_VH[: self.classes].to(dtype).contiguous(), None
 
 
 def output_layer(model: nn.Module) -> nn.Module:
@@ -194,7 +189,15 @@ def output_head(model: nn.Module) -> OutputHead:
     output_V = output_V[: len(logits_V)].double()
     allowed_V = PROBED_ROUNDING * torch.finfo(logits_V.dtype).eps * logits_V.abs().double()
     logits_V, smallest_difference = logits_V.double(), torch.inf
-    for scale, cap in _link_candidates(model.config, output_V, logits_V):
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    config_scales, caps = (
+        [float(value) for name in names if isinstance(value := getattr(text, name, None), int | float) and value > 0]
+        for names in (SCALE_FIELDS, CAP_FIELDS)
+    )
+    scales = [number for value in config_scales for number in (value, 1.0 / value)]
+    best_scale = float(output_V @ logits_V / (output_V @ output_V))
+    for scale, cap in (*product([*scales, 1.0], [*caps, None]), (best_scale, None)):
         head = OutputHead(linear, scale, cap, classes)
         difference_V = (head.link(output_V) - logits_V).abs()
         if bool((difference_V <= allowed_V).all()):
@@ -229,15 +232,3 @@ def _probe_link(model: nn.Module, linear: nn.Module, vocab: int) -> tuple[Tensor
             f"expected one distribution per token, computed by its output layer, a {type(linear).__name__}"
         )
     return outputs[-1], logits[0, -1]
-
-
-def _link_candidates(config: Any, output_V: Tensor, logits_V: Tensor) -> Iterator[tuple[float, float | None]]:
-    """Yield candidate scales and caps, beginning with those of the config."""
-    text = config.get_text_config(decoder=True)
-    config_scales, caps = (
-        [float(value) for name in names if isinstance(value := getattr(text, name, None), int | float) and value > 0]
-        for names in (SCALE_FIELDS, CAP_FIELDS)
-    )
-    scales = [number for value in config_scales for number in (value, 1.0 / value)]
-    yield from product([*scales, 1.0], [*caps, None])
-    yield float(output_V @ logits_V / (output_V @ output_V)), None

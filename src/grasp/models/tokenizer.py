@@ -337,11 +337,27 @@ class HfTokenizer:
     def _marked_turns(self, conversation: Conversation, text: str, marked: list[Span]) -> dict[int, list[Span]]:
         """Return the marked spans of each turn of the assistant; adjacent spans are merged."""
         assistant_turns = [k for k, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
-        turn_of = (
-            assistant_turns * len(marked)
-            if len(assistant_turns) == 1
-            else self._turns_of_marks(conversation, assistant_turns, text, marked)
-        )
+        turn_of = assistant_turns * len(marked)
+        if len(assistant_turns) > 1:
+            # A unique word is inserted in the turn before each turn of the assistant. Spans between two such words
+            # belong to the turn after the first word.
+            words = {k - 1: f"{PLACEHOLDER}{k}." for k in assistant_turns}
+            turns = list(conversation.turns)
+            for k, word in words.items():
+                if k >= 0:  # in the middle of the content, since templates inspect both ends of a turn
+                    content = turns[k]["content"] if isinstance(turns[k]["content"], str) else ""
+                    middle = len(content) // 2
+                    turns[k] = {**turns[k], "content": content[:middle] + word + content[middle:]}
+            text_with_words, spans = self._render(replace(conversation, turns=tuple(turns)))
+            positions = [text_with_words.find(word) for word in words.values()]
+            if (
+                any(text_with_words.count(word) != 1 for word in words.values())
+                or positions != sorted(positions)
+                or [text_with_words[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
+                or any(begin < positions[0] for begin, _ in spans)
+            ):
+                raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(assistant_turns)} answers")
+            turn_of = [assistant_turns[bisect_right(positions, begin) - 1] for begin, _ in spans]
         spans_of: dict[int, list[Span]] = {}
         for k, (start, stop) in zip(turn_of, marked, strict=True):
             spans = spans_of.setdefault(k, [])
@@ -350,32 +366,6 @@ class HfTokenizer:
             elif start < stop:
                 spans.append((start, stop))
         return spans_of
-
-    def _turns_of_marks(
-        self, conversation: Conversation, assistant_turns: list[int], text: str, marked: list[Span]
-    ) -> list[int]:
-        """Return the turn of each marked span.
-
-        A unique word is inserted in the turn before each turn of the assistant. Spans between two such words belong to
-        the turn after the first word.
-        """
-        words = {k - 1: f"{PLACEHOLDER}{k}." for k in assistant_turns}
-        turns = list(conversation.turns)
-        for k, word in words.items():
-            if k >= 0:  # in the middle of the content, since templates inspect the beginning and the end of a turn
-                content = turns[k]["content"] if isinstance(turns[k]["content"], str) else ""
-                middle = len(content) // 2
-                turns[k] = {**turns[k], "content": content[:middle] + word + content[middle:]}
-        text_with_words, spans = self._render(replace(conversation, turns=tuple(turns)))
-        positions = [text_with_words.find(word) for word in words.values()]
-        if (
-            any(text_with_words.count(word) != 1 for word in words.values())
-            or positions != sorted(positions)
-            or [text_with_words[slice(*span)] for span in spans] != [text[slice(*span)] for span in marked]
-            or any(begin < positions[0] for begin, _ in spans)
-        ):
-            raise UnusableConversationError("unmarked", f"{len(marked)} marks, {len(assistant_turns)} answers")
-        return [assistant_turns[bisect_right(positions, begin) - 1] for begin, _ in spans]
 
     def _omitted_parts(self, conversation: Conversation, k: int, answer: Span, text: str) -> list[str]:
         """Return the parts of an answer that the template omits completely or partially, as keys of `text.SKIPPED`.
@@ -388,9 +378,12 @@ class HfTokenizer:
         turn_without_calls = {name: part for name, part in turn.items() if name != "tool_calls"}
         begin = max(0, answer[0] + 1 - len(turn["content"]))
         text_of_part = {"content": text[begin : answer[1]]} | dict.fromkeys(REASONING, text)
-        omitted = [
-            name for name, part in parts.items() if name in text_of_part and not _contains(text_of_part[name], part)
-        ]
+        omitted = []
+        for name, words in ((name, str(part)) for name, part in parts.items() if name in text_of_part):
+            # templates change white space, or write words as JSON
+            forms = words, json.dumps(words, ensure_ascii=False)[1:-1]
+            if not any("".join(form.split()) in "".join(text_of_part[name].split()) for form in forms):
+                omitted.append(name)
         if "tool_calls" in parts and self._renders_same(conversation, k, turn_without_calls, text):
             omitted.append("tool_calls")
         if len(omitted) == len(parts):
@@ -423,15 +416,6 @@ def _shared_length(*texts: str) -> int:
     """Return the number of characters at the beginning that texts have in common."""
     pairs = enumerate(zip(*texts, strict=False))
     return next((k for k, characters in pairs if len(set(characters)) > 1), min(map(len, texts)))
-
-
-def _contains(text: str, part: object) -> bool:
-    """Return whether a text contains some words, unchanged or as JSON, ignoring white space that templates change."""
-    words = str(part)
-    text_without_spaces = "".join(text.split())
-    return any(
-        "".join(form.split()) in text_without_spaces for form in (words, json.dumps(words, ensure_ascii=False)[1:-1])
-    )
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

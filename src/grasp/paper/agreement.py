@@ -9,19 +9,15 @@ Shape letters: B subsets, C candidates, E columns of one target (its units, or t
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from grasp.arrays import F64, ratio
 from grasp.errors import ProtocolError
-from grasp.paper.candidate_predictor import ComponentValues
 from grasp.paper.candidates import Candidate, Criterion
 from grasp.paper.development_runs import Development
 from grasp.runs.metrics import mean_defined, rank_correlations
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights, stream
 
 COLUMNS_PER_BLOCK = 2_048  # columns of predictions that are ranked at once, to bound the memory
@@ -44,7 +40,10 @@ def measure_agreement(
     """
     utilities = development.runs.utilities()
     criterion = "task_rho" if WHOLE_TASK in utilities.unit_ids else criterion  # runs without results per unit
-    realized = [_realized(utilities, name, criterion) for name in development.targets]
+    per_unit = criterion == "mean_lds"
+    realized = [utilities.select(name).values_BSE.mean(axis=1) for name in development.targets]  # (B, E) each
+    if not per_unit:
+        realized = [values_BE.mean(axis=1, keepdims=True) for values_BE in realized]
     constant = [
         name
         for name, values_BE in zip(development.targets, realized, strict=True)
@@ -55,41 +54,29 @@ def measure_agreement(
             f"{development.runs.path}: utilities of {constant} are constant, so protocols cannot be compared"
         )
     all_once_1B = np.ones((1, len(utilities.subset_ids)))
-    weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
+    resampled_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
     agreement_CTR = np.empty((len(candidates), len(development.targets), 1 + resamples))
-    values = development.predictor.component_values(candidates, development.targets, per_unit=criterion == "mean_lds")
+    values = development.predictor.component_values(candidates, development.targets, per_unit=per_unit)
     position = {name: b for b, name in enumerate(next(iter(values.values())).subset_ids)}
     order = [position[name] for name in utilities.subset_ids]
     for t, realized_BE in enumerate(realized):
         block = max(1, COLUMNS_PER_BLOCK // realized_BE.shape[1])
         for start in range(0, len(candidates), block):
             group = slice(start, start + block)
-            predicted = [_predicted(values[each.settings], each, t, criterion)[order] for each in candidates[group]]
-            agreement_CTR[group, t, :1] = _mean_rho(predicted, realized_BE, all_once_1B)
-            agreement_CTR[group, t, 1:] = _mean_rho(predicted, realized_BE, weights_RB)
+            predicted = []
+            for candidate in candidates[group]:
+                value = values[candidate.settings]
+                if per_unit:
+                    is_unit_E = [name == value.targets[t] for name, _ in value.units]
+                    predicted.append(value.predict_units(candidate)[order][:, is_unit_E])
+                else:
+                    predicted.append(value.predict_tasks(candidate)[order, t : t + 1])
+            # all predictions at once, so that realized utilities are ranked only once
+            pairs = [(0, 1 + c) for c in range(len(predicted))]
+            for weights_RB, resample in ((all_once_1B, slice(1)), (resampled_RB, slice(1, None))):
+                rho_CER = rank_correlations([realized_BE, *predicted], pairs, weights_RB)
+                agreement_CTR[group, t, resample] = mean_defined(rho_CER, axis=1)
     return agreement_CTR
-
-
-def _mean_rho(predicted: Sequence[F64], realized_BE: F64, weights_RB: NDArray[np.floating[Any]]) -> F64:
-    """Return the rho of each prediction, averaged over columns, for each weighting of the subsets, (C, R).
-
-    All predictions are passed at once, so that realized utilities are ranked only once.
-    """
-    pairs = [(0, 1 + c) for c in range(len(predicted))]
-    return mean_defined(rank_correlations([realized_BE, *predicted], pairs, weights_RB), axis=1)
-
-
-def _realized(utilities: Utilities, target: str, criterion: Criterion) -> F64:
-    """Return realized utilities averaged over seeds: (B, E) per unit, or (B, 1) for the task."""
-    values_BE = utilities.select(target).values_BSE.mean(axis=1)
-    return np.asarray(values_BE if criterion == "mean_lds" else values_BE.mean(axis=1, keepdims=True))
-
-
-def _predicted(values: ComponentValues, candidate: Candidate, target: int, criterion: Criterion) -> F64:
-    """Return predicted utilities of the target at this index: (B, E) per unit, or (B, 1) for the task."""
-    if criterion == "task_rho":
-        return values.predict_tasks(candidate)[:, target : target + 1]
-    return values.predict_units(candidate)[:, [name == values.targets[target] for name, _ in values.units]]
 
 
 def standard_errors(resampled: Sequence[F64]) -> F64:

@@ -91,11 +91,15 @@ def calibrate(
         {"protocol": score.candidate.name, "bound": score.lcb, mean_column: score.mean, "se": score.se}
         for score in selection.scores[:MAX_PROTOCOLS_SHOWN]
     ]
+    n_candidates = len(selection.scores) + sum(selection.undefined.values())
+    left_out = [f"{n:,} without a rho: {reason}" for reason, n in selection.undefined.items()]
+    left_out += [f"{selection.not_served:,} more require arrays that an artifact lacks"] if selection.not_served else []
+    bound = f"bound = mean {selection.criterion} - {selection.z:.2f} standard errors"
     return Calibration(
         table=pa.Table.from_pylist(bounds),
         headline=f"protocol {protocol.name}: {selection.best.candidate.name}, {protocol.selection_summary}",
         notes=(
-            _describe_candidates(selection),
+            "; ".join([f"{n_candidates:,} protocols on {', '.join(selection.results)}", bound, *left_out]),
             *reasons,
             *(f"{result}: {value:+.3f}" for result, value in selection.best.agreement.items()),
         ),
@@ -111,12 +115,3 @@ def bind_all_runs(runs: Runs | Sequence[Runs], artifact: ArtifactReader) -> list
         bind_runs(artifact, source)
         for source in (runs if isinstance(runs, Sequence) and not isinstance(runs, str) else [runs])
     ]
-
-
-def _describe_candidates(selection: ProtocolSelection) -> str:
-    """Describe how many candidates were compared on which results, and why others were not."""
-    n_candidates = len(selection.scores) + sum(selection.undefined.values())
-    left_out = [f"{n:,} without a rho: {reason}" for reason, n in selection.undefined.items()]
-    left_out += [f"{selection.not_served:,} more require arrays that an artifact lacks"] if selection.not_served else []
-    bound = f"bound = mean {selection.criterion} - {selection.z:.2f} standard errors"
-    return "; ".join([f"{n_candidates:,} protocols on {', '.join(selection.results)}", bound, *left_out])

@@ -29,7 +29,7 @@ from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.standardize import has_closed_form, relevance_moments, sampled_moments
 from grasp.paper.subset_sums import WeightSums, required_sketches
 from grasp.paper.terms import CalibrationFamily, GeometryTerms
-from grasp.predict.predictor import Predictor, RowEffects
+from grasp.predict.predictor import Predictor
 from grasp.predict.weights import Side, Weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.predictions import Predictions, Weighting
@@ -179,31 +179,25 @@ class CandidatePredictor(Alignment):
 
         0 for a column without variance. Without units, the second result equals the first.
         """
-        levels = [level for level in (predictor.task, predictor.unit_level) if level is not None]
-        if has_closed_form(self._family.family):
-            stds = [self._closed_form_std(predictor, level) for level in levels]
-        else:
+        family, n_rows, protocol = self._family, predictor.n_rows, predictor.protocol
+        if not has_closed_form(family.family):
             # treat each drawn block of subsets as if it were the subsets of the runs
-            blocks = self._family.blocks(self.source.n_rows)
-            changes = (replace(self, blocks=(block,)).changes(predictor) for block in blocks)
+            changes = (replace(self, blocks=(block,)).changes(predictor) for block in family.blocks(n_rows))
             sampled = sampled_moments({"task": task_BT, "unit": unit_BE} for task_BT, unit_BE in changes)
-            stds = [_positive_std(mean_std) for mean_std in sampled.values()]
-        return stds[0], stds[-1]
-
-    def _closed_form_std(self, predictor: Predictor, level: RowEffects) -> F64:
-        """Return the standard deviation of the changes of one level over a uniform or Bernoulli family, (C,)."""
-        protocol, n_rows = predictor.protocol, predictor.n_rows
+            return _positive_std(sampled["task"]), _positive_std(sampled["unit"])
         assert isinstance(protocol, InteractionProtocol)
-        # A change is gain * A of effects plus offset. Over the rows, effects have mean 0 and standard deviation 1, so
-        # that effects plus offset have the mean `offset`, and a scatter (sum of squared deviations) of N.
-        scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
-        gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
-        if isinstance(level, InteractionEffects):
-            gain_C, offset_C = level.gain_C, level.offset_C
-        effect_moments = StreamingMoments(n_rows, offset_C, scatter_C)
-        return gain_C * _positive_std(
-            relevance_moments(effect_moments, self._family.family, protocol.side, protocol.weighting)
-        )
+        stds, levels = [], (predictor.task, predictor.unit_level)
+        for level in (level for level in levels if level is not None):
+            # A change is gain * A of effects plus offset. Over the rows, effects have mean 0 and standard deviation 1,
+            # so that effects plus offset have the mean `offset`, and a scatter (sum of squared deviations) of N.
+            scatter_C = np.where(level.raw_mean_std.std_C > 0, float(n_rows), 0.0)
+            gain_C, offset_C = np.ones(len(scatter_C)), np.zeros(len(scatter_C))
+            if isinstance(level, InteractionEffects):
+                gain_C, offset_C = level.gain_C, level.offset_C
+            effect_moments = StreamingMoments(n_rows, offset_C, scatter_C)
+            moments = relevance_moments(effect_moments, family.family, protocol.side, protocol.weighting)
+            stds.append(gain_C * _positive_std(moments))
+        return stds[0], stds[-1]
 
     def _geometry(self, settings: ComponentSettings, components: Sequence[str]) -> dict[str, F64]:
         """Return z-scores of geometric components over the family, (B, 1)."""

@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 from scipy.special import ndtri
 
-from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError
-from grasp.files import atomic_path
+from grasp.files import write_atomically
 from grasp.paper.protocol import COMPONENT, InteractionProtocol, Standardize
 from grasp.paper.subset_sums import Kind, SketchName, required_sketches
 from grasp.predict.scoring_rule import KernelName, ScoringProtocol
@@ -80,11 +79,6 @@ class Candidate:
         parts = [self.settings.side, self.settings.weighting, kernels or "no relevance", geometry, self.settings.task]
         return " | ".join(parts + ["shuffled"] * self.shuffled)
 
-    @property
-    def n_terms(self) -> int:
-        """Number of kernels and components; ties in selection go to the candidate with fewer."""
-        return len(self.match) + len(self.components)
-
     def protocol(self, name: str, **fields: Any) -> ScoringProtocol:
         """Return the candidate as a protocol with a name and further fields.
 
@@ -97,21 +91,6 @@ class Candidate:
         return with_settings.model_copy(
             update={"name": name, "match": dict(self.match), "components": dict(self.components)} | fields
         )
-
-
-def candidate_of(protocol: ScoringProtocol, source: ArtifactReader) -> Candidate:
-    """Convert a protocol, resolved for an artifact, into a candidate.
-
-    Raises:
-        ProtocolError: the artifact does not fit the protocol.
-    """
-    resolved = protocol.resolved_for(source)
-    assert isinstance(resolved.match, dict)
-    match = tuple(resolved.match.items())
-    if not isinstance(resolved, InteractionProtocol):
-        return Candidate(ComponentSettings("retained", "mean", "mean_relevance", resolved.negative), match, ())
-    settings = ComponentSettings(resolved.side, resolved.weighting, resolved.standardize.task, resolved.negative)
-    return Candidate(settings, match, tuple(resolved.components.items()))
 
 
 # ------------------------------------------------------------------------------------- controls and ablations
@@ -128,22 +107,17 @@ class Control:
     shuffled: bool = False
 
     def components(self, full: Sequence[str]) -> tuple[str, ...]:
-        """Return the remaining components of the full predictor; one is renamed if only a part of it remains."""
-        remaining = [left for component in full if (left := self._remainder(component)) is not None]
-        return tuple(dict.fromkeys(remaining))
-
-    def _remainder(self, component: str) -> str | None:
-        """Return what remains of one component, e.g. `residual.pair` of `joint.raw`; None if nothing does."""
-        sketch_name, kind = component.split(".")
-        if self.kinds is not None and kind not in self.kinds:
-            # raw = self + pair: removing one of the two leaves the other
-            if kind != "raw" or len(self.kinds) != 1:
-                return None
-            kind = self.kinds[0]
-        if not self.without:
-            return f"{sketch_name}.{kind}"
-        other = "residual" if self.without == "hidden" else "hidden"
-        return f"{other}.{kind}" if sketch_name in ("joint", other) else None
+        """Return the remaining components of the full predictor, e.g. `residual.pair` of `joint.raw`."""
+        remaining: dict[str, None] = {}
+        other = {"": "", "hidden": "residual", "residual": "hidden"}[self.without]
+        for sketch_name, kind in (component.split(".") for component in full):
+            kinds: tuple[str, ...] = (kind,)
+            if self.kinds is not None and kind not in self.kinds:
+                # raw = self + pair: removing one of the two leaves the other
+                kinds = self.kinds if kind == "raw" and len(self.kinds) == 1 else ()
+            if not other or sketch_name in ("joint", other):
+                remaining |= dict.fromkeys(f"{other or sketch_name}.{left}" for left in kinds)
+        return tuple(remaining)
 
 
 CONTROLS = (
@@ -268,9 +242,7 @@ def default_family() -> ProtocolFamily:
 
 def write_default_family(path: Path) -> None:
     """Write the built-in family with its comments to a file, atomically, as a template."""
-    text = files("grasp.paper").joinpath("family.yaml").read_text(encoding="utf-8")
-    with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_atomically(path, files("grasp.paper").joinpath("family.yaml").read_bytes())
 
 
 def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
@@ -285,19 +257,16 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
 
 def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:
     """Return the family that `n_subsets` subsets are sufficient for, and a note if it is the short list."""
-    whole, short = default_family(), short_family()
+    whole = default_family()
     if n_subsets >= subsets_for(whole.size):
         return whole, []
+    # kernels and their sums, with the side and scale of the built-in protocol
+    restrictions = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
+    short = whole.model_copy(update=restrictions)
     return short, [
         f"short list of {short.size} protocols without geometry: with {n_subsets} subsets the best of {whole.size:,} "
         f"would be chance; the whole list requires {subsets_for(whole.size)} subsets (--family overrides this)"
     ]
-
-
-def short_family() -> ProtocolFamily:
-    """Return the family for few subsets: kernels and their sums, with the side and scale of the built-in protocol."""
-    restrictions = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
-    return default_family().model_copy(update=restrictions)
 
 
 def subsets_for(n_protocols: int) -> int:

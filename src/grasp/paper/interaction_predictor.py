@@ -47,7 +47,6 @@ from grasp.predict.predictor import (
     UnitSelection,
     combine_kernels,
     load_sketch,
-    scales_over_rows,
     task_kernels,
     unit_effects,
     unit_kernels,
@@ -232,7 +231,7 @@ def _assemble(
     def scales_of(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
         """Return mean and standard deviation of each kernel over the rows, or of A over the calibration family."""
         if family is None:
-            return scales_over_rows(kernels)
+            return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
         return family_moments(protocol, kernels, sketches={}, family=family, n_rows=artifact.n_rows)
 
     units_first = protocol.standardize.task == "mean_of_standardised"

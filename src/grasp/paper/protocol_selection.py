@@ -95,9 +95,18 @@ def select_protocol(
             f"selection: got {len(results)} development results {list(results)}, expected at least 2 (environment x "
             "target), otherwise the bound is undefined"
         )
-    candidates, not_served = _candidates(family, developments)
-    # per environment: the criterion itself at index 0 of the last axis, then its bootstrap resamples
-    agreements = _agreement_by_environment(developments, candidates, family, resamples)
+    members_of = [family.members(development.predictor.source.array_names) for development in developments]
+    in_all = set.intersection(*(set(members) for members, _ in members_of))
+    members, n_others = members_of[0]
+    candidates, total = [candidate for candidate in members if candidate in in_all], len(members) + n_others
+    if not candidates:
+        raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
+    # (C, T, 1 + R) per environment: the criterion at index 0 of the last axis, then its bootstrap resamples
+    by_path: dict[Path, list[F64]] = {}
+    for development in developments:
+        values = measure_agreement(development, candidates, family.criterion, resamples=resamples)
+        by_path.setdefault(development.runs.path, []).append(values)
+    agreements = [np.concatenate(values, axis=1) for values in by_path.values()]
     value_CT = np.concatenate([agreement_CTR[:, :, 0] for agreement_CTR in agreements], axis=1)
     defined_C = np.isfinite(value_CT).all(axis=1)
     if not defined_C.any():
@@ -117,25 +126,11 @@ def select_protocol(
         scores=tuple(_ranked(scores)),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
-        not_served=not_served,
+        not_served=total - len(candidates),
         z=z,
         resamples=resamples,
         results=results,
     )
-
-
-def _agreement_by_environment(
-    developments: Sequence[Development],
-    candidates: Sequence[Candidate],
-    family: ProtocolFamily,
-    resamples: int,
-) -> list[F64]:
-    """Return the agreement (C, T, 1 + R) for each environment, whose targets share the resamples of subsets."""
-    by_path: dict[Path, list[F64]] = {}
-    for development in developments:
-        values = measure_agreement(development, candidates, family.criterion, resamples=resamples)
-        by_path.setdefault(development.runs.path, []).append(values)
-    return [np.concatenate(values, axis=1) for values in by_path.values()]
 
 
 def freeze(
@@ -183,7 +178,22 @@ def selection_provenance(
         "undefined": dict(selection.undefined),
         "not_served": selection.not_served,
         "results": list(selection.results),
-        "environments": [_describe(development) for development in developments],
+        "environments": [
+            {
+                "name": development.runs.name,
+                "role": info.role,
+                "recipe": info.recipe,
+                "family": info.family.spec if info.family else "given",
+                "subsets": len(info.subset_ids),
+                "seeds": list(info.seeds),
+                "corpus": info.corpus_fingerprint,
+                "masks": info.masks_checksum,
+                "targets": {name: info.targets[name].fingerprint for name in development.targets},
+                "artifacts": {"only": dict(development.predictor.source.manifest.fingerprints)},
+            }
+            for development in developments
+            for info in [development.runs.info]
+        ],
         "best": [
             {"protocol": s.candidate.name, "mean": s.mean, "se": s.se, "lcb": s.lcb, "results": dict(s.agreement)}
             for s in selection.scores[:MAX_LISTED]
@@ -201,40 +211,12 @@ def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-def _describe(development: Development) -> dict[str, Any]:
-    """Return the record of one environment in the provenance."""
-    info = development.runs.info
-    return {
-        "name": development.runs.name,
-        "role": info.role,
-        "recipe": info.recipe,
-        "family": info.family.spec if info.family else "given",
-        "subsets": len(info.subset_ids),
-        "seeds": list(info.seeds),
-        "corpus": info.corpus_fingerprint,
-        "masks": info.masks_checksum,
-        "targets": {name: info.targets[name].fingerprint for name in development.targets},
-        "artifacts": {"only": dict(development.predictor.source.manifest.fingerprints)},
-    }
-
-
-def _candidates(family: ProtocolFamily, developments: Sequence[Development]) -> tuple[list[Candidate], int]:
-    """Return the members of the family that all environments can compute, and the number of other members."""
-    members_of = [family.members(development.predictor.source.array_names) for development in developments]
-    in_all = set.intersection(*(set(members) for members, _ in members_of))
-    members, n_others = members_of[0]
-    candidates, total = [candidate for candidate in members if candidate in in_all], len(members) + n_others
-    if not candidates:
-        raise ProtocolError(f"selection: none of the {total} protocols has all arrays; build more kernels and sketches")
-    return candidates, total - len(candidates)
-
-
 def _ranked(scores: Sequence[Score]) -> list[Score]:
     """Sort by descending LCB; ties (TIE_TOLERANCE) are sorted by number of terms."""
     remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
     ranked: list[Score] = []
     while remaining:
         tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE_TOLERANCE]
-        ranked += sorted(tied, key=lambda score: score.candidate.n_terms)
+        ranked += sorted(tied, key=lambda score: len(score.candidate.match + score.candidate.components))
         remaining = remaining[len(tied) :]
     return ranked

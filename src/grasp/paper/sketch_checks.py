@@ -25,14 +25,17 @@ from scipy.sparse import csr_array, diags_array
 
 from grasp.arrays import F64, Floats
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import GraspError
+from grasp.errors import GraspError, RunsError
 from grasp.inspect.health import SampledArtifact
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
+from grasp.kernels.kernel import Batch
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.paper.protocol import InteractionProtocol
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
-from grasp.runs.metrics import spearman
+from grasp.runs.alignment import Alignment
+from grasp.runs.metrics import MIN_SUBSETS, spearman
+from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 
 # The stored sketches, with the setting of `features` that is the width of each.
@@ -68,10 +71,11 @@ class ExactKernels:
         of_averages = second_moments(artifact.moments, "summary" if has_summary else "hidden")
         of_positions = second_moments(artifact.moments, "hidden" if has_positions else "summary")
         batch, row_P = features.batch, features.batch.row_P.cpu().numpy()
-        summary = _scaled(Whitener.from_settings(of_averages, settings), features.hidden_NH, features.residual_NV)
+        averages = batch.summary.hidden_NH, batch.summary.residual_NV
+        summary = _scaled(Whitener.from_settings(of_averages, settings), *averages)
         whitener = Whitener.from_settings(of_positions, settings)
-        positions = _scaled(whitener, batch.hidden_PH.float().cpu().numpy(), features.residual_PV)
-        summary_of_positions = _scaled(whitener, features.hidden_NH, features.residual_NV)
+        positions = _scaled(whitener, batch.hidden_PH.float().cpu().numpy(), residuals_of(batch))
+        summary_of_positions = _scaled(whitener, *averages)
         hidden_NN, residual_NN = gram_matrices(*summary)
         product_NN = position_gram(*positions, row_P, features.batch.n_rows)
         gram_NN = {"hidden": hidden_NN, "residual": residual_NN, "product": product_NN}
@@ -81,25 +85,35 @@ class ExactKernels:
 def check_sketches(sample: SampledArtifact, protocol: ScoringProtocol) -> Iterator[Check]:
     """Yield checks of the pooled kernel if the protocol uses it, and of sketches if it has components."""
     artifact, features = sample.artifact, sample.features
+    weight_BN = sample_weights(sample)
     resolved = protocol.resolved_for(artifact)
     # if the model cannot be run on the sample, `features` is the error; checks that need them report its text
     kernels = features if isinstance(features, GraspError) else ExactKernels.from_artifact(artifact, features)
     if "pooled" in kernel_weights(resolved):
-        yield _check_summary(sample, kernels)
+        yield _check_summary(weight_BN, kernels)
         if {"pooled", "output_layer"} <= set(artifact.kernels):
-            yield _compare_kernels(sample)
+            rho_E = spearman(*(_array(sample, f"relevance_{kernel}") for kernel in ("pooled", "output_layer")))
+            rho = float(np.nanmean(rho_E)) if not np.isnan(rho_E).all() else float("nan")
+            yield judge_check(
+                "pooled and output_layer",
+                f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
+                f"{MIN_KERNEL_RANKS} or more",
+                rho >= MIN_KERNEL_RANKS,
+                "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
+                {"ranks": rho},
+            )
     if isinstance(resolved, InteractionProtocol) and resolved.components:
         for name in WIDTH_SETTINGS:
-            yield _check_sketch(sample, kernels, name)
+            yield _check_sketch(sample, weight_BN, kernels, name)
 
 
-def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) -> Check:
+def _check_summary(weight_BN: F64, kernels: ExactKernels | GraspError) -> Check:
     """Check what is lost by averaging hidden states and residuals over positions before taking their product."""
     name = "pooled summaries"
     if isinstance(kernels, GraspError):
         return unmeasured_check(name, HEALTHY_SUMMARY, str(kernels))
     pooled_NN, product_NN = kernels.gram_NN["hidden"] * kernels.gram_NN["residual"], kernels.gram_NN["product"]
-    ranks = float(spearman(*(raw_geometry(sample.weight_BN, gram_NN) for gram_NN in (pooled_NN, product_NN))))
+    ranks = float(spearman(*(raw_geometry(weight_BN, gram_NN) for gram_NN in (pooled_NN, product_NN))))
     return judge_check(
         name,
         f"{kernels.summary_share:.2f} of the squared norm of a row's output-layer gradient is in its summary; rank "
@@ -112,22 +126,7 @@ def _check_summary(sample: SampledArtifact, kernels: ExactKernels | GraspError) 
     )
 
 
-def _compare_kernels(sample: SampledArtifact) -> Check:
-    """Check whether the pooled kernel ranks rows as the kernel over all positions does."""
-    pooled_NE, output_layer_NE = (sample.array(f"relevance_{kernel}") for kernel in ("pooled", "output_layer"))
-    rho_E = spearman(pooled_NE, output_layer_NE)
-    rho = float(np.nanmean(rho_E)) if not np.isnan(rho_E).all() else float("nan")
-    return judge_check(
-        "pooled and output_layer",
-        f"rank correlation of their relevance over rows {rho:+.2f}, mean over units",
-        f"{MIN_KERNEL_RANKS} or more",
-        rho >= MIN_KERNEL_RANKS,
-        "the kernels rank rows differently: prefer output_layer, or let `grasp calibrate` select",
-        {"ranks": rho},
-    )
-
-
-def _check_sketch(sample: SampledArtifact, kernels: ExactKernels | GraspError, name: str) -> Check:
+def _check_sketch(sample: SampledArtifact, weight_BN: F64, kernels: ExactKernels | GraspError, name: str) -> Check:
     """Check whether K of subsets by a stored sketch is K by the exact inner products."""
     artifact, array = sample.artifact, f"{name}_sketch"
     if array not in artifact.array_names:
@@ -136,9 +135,9 @@ def _check_sketch(sample: SampledArtifact, kernels: ExactKernels | GraspError, n
     if isinstance(kernels, GraspError):
         return unmeasured_check(f"{name} sketch", HEALTHY_SKETCH, str(kernels))
     # a stored sketch is scaled so that its mean squared norm over the corpus is 1
-    sketch_ND = sample.array(array) / (float(artifact.manifest.arrays[array].gain) or 1.0)
-    estimate_B = ((sample.weight_BN @ sketch_ND) ** 2).sum(axis=1)
-    true_B = raw_geometry(sample.weight_BN, kernels.gram_NN[name])
+    sketch_ND = _array(sample, array) / (float(artifact.manifest.arrays[array].gain) or 1.0)
+    estimate_B = ((weight_BN @ sketch_ND) ** 2).sum(axis=1)
+    true_B = raw_geometry(weight_BN, kernels.gram_NN[name])
     error, ranks = relative_error(estimate_B, true_B), float(spearman(estimate_B, true_B))
     width = sketch_ND.shape[1]
     variation = float(true_B.std() / true_B.mean()) if true_B.any() else 0.0
@@ -154,7 +153,52 @@ def _check_sketch(sample: SampledArtifact, kernels: ExactKernels | GraspError, n
     )
 
 
+# ------------------------------------------------------------------------------------ subsets and rows of the sample
+
+
+def sample_weights(sample: SampledArtifact) -> F64:
+    """Return the weights of subsets of the sample, normalised to sum 1, (B, N).
+
+    They are the first subsets of the runs, restricted to the sample, without those that have no row in it; or, without
+    runs, random halves of the sample.
+
+    Raises:
+        RunsError: fewer than `MIN_SUBSETS` subsets have rows in the sample.
+    """
+    runs, n_rows = sample.runs, len(sample.index)
+    if runs is None:
+        generator, half = stream(sample.seed, "audit", "subsets"), n_rows // 2
+        weight_BN = np.zeros((sample.subsets, n_rows))
+        for weight_N in weight_BN:
+            weight_N[generator.choice(n_rows, size=half, replace=False)] = 1.0 / half
+        return weight_BN
+    blocks = Alignment.from_runs(runs, sample.artifact).blocks
+    weight_BN = np.concatenate([block.weights_BN[:, sample.index].toarray() for block in blocks])[: sample.subsets]
+    total_B = weight_BN.sum(axis=1)
+    if (total_B > 0).sum() < MIN_SUBSETS:
+        raise RunsError(
+            f"{runs.path}: {int((total_B > 0).sum())} of its subsets have rows among the {n_rows} of the sample, "
+            f"expected at least {MIN_SUBSETS}; take more rows"
+        )
+    return np.asarray(weight_BN[total_B > 0] / total_B[total_B > 0, None])
+
+
+def _array(sample: SampledArtifact, name: str) -> F64:
+    """Return the rows of the sample of an array, (N, width)."""
+    return np.asarray(sample.artifact.array_rows(name, sample.index), dtype=np.float64)
+
+
 # --------------------------------------------------------------------------------------- exact inner products of rows
+
+
+def residuals_of(batch: Batch) -> csr_array:
+    """Return the residuals at the positions of a batch, (P, V); duplicate coordinates are summed."""
+    index_PK, value_PK = batch.residual.index_PK.cpu().numpy(), batch.residual.value_PK.float().cpu().numpy()
+    starts, shape = np.arange(len(index_PK) + 1) * index_PK.shape[1], (len(index_PK), batch.vocab_size)
+    residual_PV = csr_array((value_PK.ravel(), index_PK.ravel(), starts), shape=shape, copy=True)
+    residual_PV.sum_duplicates()  # in place, on the copy of the batch's arrays
+    residual_PV.eliminate_zeros()
+    return residual_PV
 
 
 def _scaled(whitener: Whitener, hidden_NH: Floats, residual_NV: csr_array) -> tuple[Floats, csr_array]:

@@ -77,10 +77,9 @@ class SketchWithNorms(RowSums):
 
 def pair_sums(sketches: Sequence[SketchWithNorms]) -> PairSums:
     """Compute `PairSums` of one sketch, or of several concatenated, in one pass."""
-    sums = PairSums.empty(np.concatenate([sketch.totals.mean_D for sketch in sketches]))
-    for blocks in zip(*(sketch.blocks() for sketch in sketches), strict=True):
-        sums = sums.plus(np.concatenate([block for _, block in blocks], axis=1))
-    return sums
+    blocks_of = zip(*(sketch.blocks() for sketch in sketches), strict=True)
+    concatenated = (np.concatenate([block for _, block in blocks], axis=1) for blocks in blocks_of)
+    return PairSums.of(concatenated, np.concatenate([sketch.totals.mean_D for sketch in sketches]))
 
 
 def _corpus_totals(blocks_with_norms: Blocks) -> tuple[SketchTotals, StreamingMoments]:

@@ -60,22 +60,17 @@ class PairSums:
     skew_D: F64  # sum of ||psi||^2 psi
 
     @classmethod
-    def empty(cls, mean_D: F64) -> Self:
-        """Return sums over no rows."""
-        width = len(mean_D)
-        return cls(0, mean_D, np.zeros((width, width)), 0.0, np.zeros(width))
-
-    def plus(self, sketch_nD: NDArray[Any]) -> Self:
-        """Return the sums with the rows of a block added."""
-        psi_nD = np.asarray(sketch_nD, dtype=np.float64) - self.mean_D
-        norm2_n = np.einsum("nd,nd->n", psi_nD, psi_nD)
-        return type(self)(
-            self.n_rows + len(psi_nD),
-            self.mean_D,
-            self.gram_DD + psi_nD.T @ psi_nD,
-            self.norm4 + float(norm2_n @ norm2_n),
-            self.skew_D + norm2_n @ psi_nD,
-        )
+    def of(cls, blocks: Iterable[NDArray[Any]], mean_D: F64) -> Self:
+        """Compute the sums over the rows of a sketch, which arrive in blocks, (n, D)."""
+        n_rows, norm4, gram_DD, skew_D = 0, 0.0, np.zeros((len(mean_D), len(mean_D))), np.zeros(len(mean_D))
+        for sketch_nD in blocks:
+            psi_nD = np.asarray(sketch_nD, dtype=np.float64) - mean_D
+            norm2_n = np.einsum("nd,nd->n", psi_nD, psi_nD)
+            n_rows += len(psi_nD)
+            gram_DD += psi_nD.T @ psi_nD
+            norm4 += float(norm2_n @ norm2_n)
+            skew_D += norm2_n @ psi_nD
+        return cls(n_rows, mean_D, gram_DD, norm4, skew_D)
 
 
 def has_closed_form(family: Family) -> bool:

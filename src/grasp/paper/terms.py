@@ -150,10 +150,19 @@ def family_moments(
         family: calibration family.
         n_rows: number of rows of the corpus.
     """
-    exact = _closed_forms(protocol, kernels, sketches, family.family)
-    required = {*kernels, *(component for component in protocol.components if sketches)}
-    if exact.keys() >= required:
-        return exact
+    side, weighting, drawn = protocol.side, protocol.weighting, family.family
+    if has_closed_form(drawn):
+        moments = {name: relevance_moments(kernel.rows, drawn, side, weighting) for name, kernel in kernels.items()}
+        pair_sums_of: dict[str, PairSums] = {}  # by sketch name; one pass over each sketch
+        for component, (sketch_name, kind) in _parsed_components(protocol).items():
+            if kind == "self" and sketch_name in sketches:
+                moments[component] = self_moments(sketches[sketch_name].norm2_moments, drawn, side, weighting)
+            elif sketches:
+                if sketch_name not in pair_sums_of:
+                    stored = required_sketches({component: 1.0})
+                    pair_sums_of[sketch_name] = pair_sums([sketches[name] for name in stored])
+                moments[component] = pair_moments(pair_sums_of[sketch_name], kind, drawn, side, weighting)
+        return moments
 
     def values_of_block(weights: Weights) -> dict[str, F64]:
         """Return A of each kernel and the components of a block of subsets."""
@@ -163,15 +172,15 @@ def family_moments(
                 kernel.relevance.sums(weights),
                 kernel.rows.mean_C * kernel.rows.n_rows,
                 weight_sums,
-                protocol.side,
-                protocol.weighting,
+                side,
+                weighting,
             )
             for name, kernel in kernels.items()
         }
         sketch_sums = {name: sketch.sketch_sums(weights) for name, sketch in sketches.items()}
         return relevance | _component_values(protocol, sketches, sketch_sums, weight_sums)
 
-    return sampled_moments(values_of_block(block.weights) for block in family.blocks(n_rows)) | exact
+    return sampled_moments(values_of_block(block.weights) for block in family.blocks(n_rows))
 
 
 def _component_values(
@@ -196,29 +205,6 @@ def _component_values(
         for component, (sketch_name, kind) in _parsed_components(protocol).items()
         if sketch_name in geometry
     }
-
-
-def _closed_forms(
-    protocol: InteractionProtocol,
-    kernels: Mapping[str, KernelRelevance],
-    sketches: Mapping[str, SketchWithNorms],
-    family: Family,
-) -> dict[str, MeanStd]:
-    """Return mean and standard deviation of all kernels and components if the family has closed forms, else {}."""
-    if not has_closed_form(family):
-        return {}
-    side, weighting = protocol.side, protocol.weighting
-    exact = {name: relevance_moments(kernel.rows, family, side, weighting) for name, kernel in kernels.items()}
-    pair_sums_of: dict[str, PairSums] = {}  # by sketch name; one pass over each sketch
-    for component, (sketch_name, kind) in _parsed_components(protocol).items():
-        if kind == "self" and sketch_name in sketches:
-            exact[component] = self_moments(sketches[sketch_name].norm2_moments, family, side, weighting)
-        elif sketches:
-            if sketch_name not in pair_sums_of:
-                stored = required_sketches({component: 1.0})
-                pair_sums_of[sketch_name] = pair_sums([sketches[name] for name in stored])
-            exact[component] = pair_moments(pair_sums_of[sketch_name], kind, family, side, weighting)
-    return exact
 
 
 def _parsed_components(protocol: InteractionProtocol) -> dict[str, tuple[SketchName, Kind]]:

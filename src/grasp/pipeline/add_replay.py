@@ -29,7 +29,7 @@ from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
 from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.metagradient import Target
@@ -73,7 +73,7 @@ def replay_targets(
         SettingsError: the model of the artifact is no causal LM, or rows are longer than the recipe's.
         ModelError: the training cannot be differentiated, or diverges.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     ArtifactReader.open(out)  # before the lock, which would create the directory
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)

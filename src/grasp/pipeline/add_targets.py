@@ -1,48 +1,70 @@
-"""Add targets to a finished artifact, from its stored features or by another pass. Start with `add_target`."""
+"""Add targets to a finished artifact, from its stored features or by another pass. Start with `add_targets`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
-from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
-from grasp.kernels.sketch import Sketch
+from grasp.errors import SettingsError
 from grasp.models.build_source import BuildSource
-from grasp.models.forward_pass import Reference
+from grasp.pipeline.build_plan import local_artifact, split_overrides
 from grasp.pipeline.inputs import InMemory, prepare_inputs
 from grasp.pipeline.model_pass import Workers
 from grasp.pipeline.pipeline import scored_shards
-from grasp.pipeline.stored_inputs import unit_arrays, unit_table
-from grasp.progress import Progress, Silent
-from grasp.settings import FeatureSettings, TargetSettings
+from grasp.pipeline.stored_inputs import load_kernels, unit_arrays, unit_table
+from grasp.progress import Progress
+from grasp.settings import TargetSettings
+from grasp.targets.load import split_names
+from grasp.yaml_files import validated
 
 # From what the relevance of added targets was computed.
 RelevanceSource = Literal["kept features", "pass", "there already"]
 
 
-def add_target(
-    out: Path, targets: TargetSettings, *, overrides: Mapping[str, Any] | None = None, progress: Progress | None = None
+def add_targets(
+    out: Path | str,
+    targets: str | Sequence[str] | TargetSettings,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> RelevanceSource:
-    """Add targets to the artifact `out`, and return the source of their relevance.
+    """Add targets to a finished artifact on this machine, and return from what their relevance was computed.
 
     Old units are unchanged. An interrupted call is resumed by the same call. A pass gives the same numbers as a joint
     build; relevance from stored features, which are float16, is within 2e-3 of its largest value.
 
     Args:
-        overrides: settings of the user: custom code that may run, and the current paths of model and corpus.
+        out: directory of the artifact.
+        targets: names of targets, or files of questions; or all settings of the targets.
+        settings: settings of targets, e.g. `{"targets": {"seed": 3}}`; custom code that may run; and the current paths
+            of model and corpus: `model.path`, `model.tokenizer`, `corpus.path`.
+        progress: receives stages, notes and numbers of rows.
     Raises:
-        ArtifactError: model or corpus differ from those of the build, or the artifact has a target already.
-        SettingsError: the artifact was built with custom code that `overrides` does not name.
+        SettingsError: other settings are given; they are fixed by the artifact. Or the artifact was built with custom
+            code that `settings` does not name.
+        ArtifactError: not an artifact, or it has a target already; model or corpus differ from those of the build.
     """
-    progress = progress or Silent()
-    ArtifactReader.open(out)  # before the lock, which would create the directory
+    nested = dict(settings or {})
+    changes = nested.pop("targets", {})
+    overrides, others = split_overrides(nested)
+    if others or not isinstance(changes, dict) or "names" in changes:
+        raise SettingsError(
+            f"--add-target: got {', '.join(others) or 'targets'} as well; a target is added with the settings "
+            "of the artifact, of which --set can change only those of targets, e.g. targets.max_length"
+        )
+    out = local_artifact(out, "--add-target")
+    of_build = ArtifactReader.open(out).manifest.settings["targets"]  # before the lock, which would create `out`
+    if not isinstance(targets, TargetSettings):
+        names = split_names(targets) if isinstance(targets, str) else list(map(str, targets))
+        targets = validated(TargetSettings, {**of_build, **changes, "names": names}, "targets")
+    progress = progress or Progress()
     with lock_artifact(out):
         artifact = ArtifactReader.open(out)
         origin = BuildSource(artifact, overrides)
         origin.require_corpus_here("--corpus")
-        settings = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=InMemory(origin.model))
+        config = origin.settings.model_copy(update={"targets": targets, "keep_features": False})
+        inputs = prepare_inputs(config, out / "tokens", progress, in_memory=InMemory(origin.model))
         artifact.prove(corpus=inputs.store.fingerprint)
         kernels = load_kernels(artifact, inputs.model, inputs.settings.features)
         for kernel in kernels:
@@ -52,7 +74,7 @@ def add_target(
             identity=inputs.identity,
             units=unit_table(inputs),
             arrays={kernel.array: kernel.spec(inputs.units) for kernel in kernels},
-            dtype=settings.array_dtype,
+            dtype=config.array_dtype,
         )
         if extension.complete:
             return "there already"
@@ -71,12 +93,3 @@ def add_target(
         moments = unit_arrays(inputs, kernels, progress)
         extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=moments)
         return "kept features" if from_features else "pass"
-
-
-def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
-    """Return the kernels of an artifact without its sketches, with the stored moments."""
-    corpus = CorpusMoments(model.vocab_size)
-    names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
-    kernels = make_kernels(names, model, features, corpus)
-    corpus.load(artifact.moments)
-    return kernels

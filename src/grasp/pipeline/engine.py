@@ -35,8 +35,8 @@ class ModelActor:
         self._features = features
         self._kernels: list[Kernel] | None = None
 
-    def run(self, job: Callable[..., Any], rows: TokenRows, options: dict[str, Any]) -> Any:
-        """Run a job, such as `model_pass.score_shard`, on rows.
+    def run(self, job: Callable[..., Any], rows: TokenRows, options: dict[str, Any]) -> tuple[int, int, Any]:
+        """Run a job, such as `model_pass.score_shard`, on rows; return their number, that of tokens, and the result.
 
         `options` are its further arguments. If they contain `kernels`, these are sent as the units and the moments,
         from which this actor prepares the kernels once.
@@ -45,7 +45,7 @@ class ModelActor:
             if self._kernels is None:
                 self._kernels = self._prepare_kernels(*options["kernels"])
             options = options | {"kernels": self._kernels}
-        return job(self._model_pass, rows, **options)
+        return len(rows), rows.n_tokens, job(self._model_pass, rows, **options)
 
     def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
         """Return the kernels with these moments, prepared for units that were copied without the model."""
@@ -84,22 +84,15 @@ class RayWorkers(Workers):
         if options.get("kernels") is not None:
             options["kernels"] = self._units, options["kernels"][0].corpus.arrays()
         options_ref = self._cluster.put(options)
-        sizes: dict[int, tuple[int, int]] = {}  # rows and tokens of the chunks in flight
-
-        def record_sizes() -> Iterator[tuple[int, TokenRows]]:
-            for k, rows in chunks:
-                sizes[k] = len(rows), rows.n_tokens
-                yield k, rows
-
         early_results: dict[int, Any] = {}
         next_chunk, max_early = 0, JOBS_PER_WORKER * len(self._actors)
-        for k, result in self._cluster.distribute(
+        for k, (n_rows, n_tokens, result) in self._cluster.distribute(
             self._actors,
-            record_sizes(),
+            chunks,
             lambda actor, rows: actor.run.remote(job, rows, options_ref),
             wait=lambda: len(early_results) >= max_early,
         ):
-            advance(*sizes.pop(k))
+            advance(n_rows, n_tokens)
             if not in_order:
                 yield k, result
                 continue

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from grasp.artifact.manifest import MANIFEST
-from grasp.corpus.documents import documents_of
+from grasp.corpus.documents import read_documents
 from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
@@ -24,24 +24,18 @@ from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Units
-from grasp.pipeline.add_replay import forecast_added_replay, refuse_replay
-from grasp.pipeline.build import (
-    complete_settings,
-    output_location,
-    pop_overrides,
-    split_replay_settings,
-    with_model,
-)
-from grasp.pipeline.inputs import ON_DISK, Inputs, prepare_inputs
+from grasp.pipeline.add_replay import forecast_added_replay
+from grasp.pipeline.build_plan import output_location, plan_build, split_overrides, with_model
+from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
-from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained, resolve_settings
+from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
-from grasp.pipeline.replay_plan import forecast_replay, plan_replay
-from grasp.progress import Progress, Silent
-from grasp.settings import BuildSettings
+from grasp.pipeline.replay_plan import forecast_replay, plan_replay, read_recipe
+from grasp.progress import Progress
+from grasp.settings import BuildSettings, ReplaySettings
 from grasp.store.contents import parquet_bytes
 from grasp.text import duration_text, size_text
-from grasp.yaml_files import plain_settings, set_settings
+from grasp.yaml_files import plain_settings, set_settings, validated
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
@@ -64,6 +58,8 @@ def forecast(
 ) -> str:
     """Estimate what `build` would do: rows, questions, kernels, time and disk, one line each.
 
+    Rows that contain questions of the targets are not searched for, since that needs all rows; `build` reports them.
+
     Args:
         out: directory for the artifact; nothing is written to it.
         settings: settings of `build`, which name all inputs.
@@ -75,15 +71,16 @@ def forecast(
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
-    raw_settings = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
-    replay_recipe, replay_settings = split_replay_settings(raw_settings, recipe, use_replay=replay)
+    nested = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
     output = output_location(out)
     is_finished = (output.directory / MANIFEST).exists()
-    if replay and is_finished and not {"corpus", "targets"} & raw_settings.keys():
-        overrides = pop_overrides(raw_settings)
-        notes = forecast_added_replay(output.directory, replay_recipe, replay_settings, overrides)
+    if replay and is_finished and not {"corpus", "targets"} & nested.keys():
+        replay_settings = validated(ReplaySettings, nested.pop("replay", {}), "replay")
+        overrides, _ = split_overrides(nested)
+        notes = forecast_added_replay(output.directory, read_recipe(recipe), replay_settings, overrides)
         return "\n".join(f"replay: {note}" for note in notes)
-    build_config, has_no_model = complete_settings(raw_settings, output, ON_DISK)
+    build_plan = plan_build(nested, output, recipe=recipe, replay=replay)
+    build_config = build_plan.settings
     if is_finished:
         raise ArtifactError(f"{output.directory}: is finished, so there is nothing to forecast; choose another --out")
     n_read, n_documents = _first_documents(build_config)
@@ -94,23 +91,22 @@ def forecast(
         progress = None  # the notes of `prepare_inputs` would be about the first documents only
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
-        if has_no_model:
+        if build_plan.trains_proxy:
             proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
             build_config = with_model(build_config, proxy)
             lines.append(f"training first: {line}")
-        build_config = resolve_settings(build_config)
-        if replay:
-            refuse_replay(build_config, replay_settings)
-        inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Silent())
+        inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Progress())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(name) / "tokens").iterdir())
-        lines += _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=untrained or has_no_model)
-        if replay:
+        lines += _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=untrained or build_plan.trains_proxy)
+        if build_plan.replay is not None:
             assert isinstance(inputs.model, ReferenceModel)
             n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
             train = str(inputs.settings.train)
-            plan = plan_replay(inputs.model, train, replay_recipe, replay_settings, n_rows=n_rows, context=longest)
+            plan = plan_replay(
+                inputs.model, train, build_plan.recipe, build_plan.replay, n_rows=n_rows, context=longest
+            )
             _, price = forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
             lines += [f"replay: {line}" for line in (*plan.notes, price)]
     return "\n".join(lines)
@@ -122,7 +118,7 @@ def _first_documents(settings: BuildSettings) -> tuple[int, int]:
         return 1, 1
     source, limit = open_source(settings.corpus.path, settings.corpus.split), settings.corpus.limit
     max_documents, n_chars = min(PROBE_DOCUMENTS, limit or PROBE_DOCUMENTS), 0
-    for n_read, document in enumerate(documents_of(source, settings.corpus), start=1):
+    for n_read, document in enumerate(read_documents(settings.corpus, source=source), start=1):
         n_chars += len(document.text or "") + CHARS_PER_TOKEN * (
             0 if document.input_ids is None else len(document.input_ids)
         )

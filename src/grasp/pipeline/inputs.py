@@ -254,7 +254,7 @@ def _input_notes(
         f"{store.n_rows:,} rows of {store.n_documents:,} documents, {store.n_tokens:,} tokens{loss}, at most "
         f"{store.details['max_length']:,} in a row ({limit}){split}"
     )
-    notes += [f"skipped: {line}" for line in skipped_lines(store.skipped.counts, store.skipped.examples)]
+    notes += skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
     notes.append(tokenizer.describe())
     if tokenizer.writes_chats and tokenizer.writes_date:
         notes.append(
@@ -272,7 +272,4 @@ def _input_notes(
             f"{', '.join(plain_text_targets)}: prompts are plain text; the model has a chat template, which is applied "
             "only to questions given as conversations (messages)"
         )
-    skipped_units = unit_set.unwritten
-    return notes + [
-        f"questions skipped: {line}" for line in skipped_lines(skipped_units.counts, skipped_units.examples)
-    ]
+    return notes + skipped_lines(unit_set.unwritten.counts, unit_set.unwritten.examples, "questions skipped")

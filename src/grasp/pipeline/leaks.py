@@ -13,7 +13,7 @@ import unicodedata
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from typing import Final
 
 import numpy as np
@@ -54,8 +54,9 @@ def find_leaks(
     index = QuestionIndex(units)
     targets = {unit.target: e for e, unit in reversed(list(enumerate(units)))}
     rows_of: dict[str, set[int]] = {target: set() for target in sorted(targets, key=targets.__getitem__)}
-    for first_row, starts, text in _chunks(store, decode, index.reach) if index.compared else ():
-        for e, begin, end in index.questions_in(text):
+    for first_row, texts in _chunks(store, decode, index.reach) if index.compared else ():
+        starts = [0, *accumulate(map(len, texts))]
+        for e, begin, end in index.questions_in("".join(texts)):
             rows = range(bisect_right(starts, begin) - 1, bisect_right(starts, end - 1))
             rows_of[units[e].target].update(first_row + i for i in rows)
     return {
@@ -70,8 +71,8 @@ def find_leaks(
 
 def _chunks(
     store: RowStore, decode: Callable[[Sequence[Sequence[int]]], list[str]], reach: int
-) -> Iterator[tuple[int, list[int], str]]:
-    """Yield texts of consecutive rows: the first row, the offset of each row, and the text.
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the texts of consecutive rows, with the number of the first one.
 
     Chunks overlap by the last rows of the previous one, so that a question of `reach` characters can cross them.
     """
@@ -88,19 +89,14 @@ def _chunks(
                 document = documents[i]
                 n_new_chars += len(texts[-1])
                 if n_new_chars >= CHUNK_CHARS:
-                    yield first_row, _starts(texts), "".join(texts)
+                    yield first_row, texts
                     n_done, n_chars = len(texts), 0
                     while n_done and n_chars < 2 * reach:  # rows that the next chunk repeats
                         n_done -= 1
                         n_chars += len(texts[n_done])
                     first_row, texts, n_new_chars = first_row + n_done, texts[n_done:], 0
     if n_new_chars:
-        yield first_row, _starts(texts), "".join(texts)
-
-
-def _starts(texts: Sequence[str]) -> list[int]:
-    """Return the offset of each text in their concatenation."""
-    return [0, *np.cumsum([len(text) for text in texts])[:-1].tolist()]
+        yield first_row, texts
 
 
 class QuestionIndex:
@@ -121,7 +117,7 @@ class QuestionIndex:
         self.compared = {e for units_of_entry in self._units for e in units_of_entry}
         longest = max((sum(len(word) + 1 for word in words) for words in self._entries), default=0)
         self.reach = MAX_STRETCH * longest
-        grams = [np.unique(_grams(_hashes(words))) for words in self._entries]
+        grams = [np.unique(_grams(words)) for words in self._entries]
         owner = np.repeat(np.arange(len(grams)), [len(hashes) for hashes in grams])
         all_hashes = np.concatenate([*grams, np.zeros(0, np.uint64)])
         order = np.argsort(all_hashes, kind="stable")
@@ -142,7 +138,7 @@ class QuestionIndex:
         """Return occurrences of questions in a text: unit, and the characters from and up to which it extends."""
         matches = list(WORD.finditer(_normalise(text)))
         words = [match[0] for match in matches]
-        gram_T = _grams(_hashes(words))
+        gram_T = _grams(words)
         if not len(self._gram_G) or not len(gram_T):
             return []
         index_T = np.searchsorted(self._gram_G, gram_T).clip(max=len(self._gram_G) - 1)
@@ -257,13 +253,12 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(WORD.findall(_normalise(text)))
 
 
-def _hashes(words: Sequence[str]) -> Hashes:
-    """Return 64-bit hashes of words, (T,); they differ between processes."""
-    return np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).astype(np.uint64)
+def _grams(words: Sequence[str]) -> Hashes:
+    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM_WORDS + 1),), modulo 2^64.
 
-
-def _grams(hash_T: Hashes) -> Hashes:
-    """Return hashes of the n-grams that begin at each word, (max(0, T - GRAM_WORDS + 1),), modulo 2^64."""
+    They differ between processes.
+    """
+    hash_T = np.fromiter(map(hash, words), dtype=np.int64, count=len(words)).astype(np.uint64)
     n = max(0, len(hash_T) - GRAM_WORDS + 1)
     total: Hashes = np.zeros(n, dtype=np.uint64)
     for k in range(GRAM_WORDS):  # a polynomial hash, so that the order of words matters; odd, so that no bits are lost

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import grasp
-from grasp.arrays import I64
 from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, SUM, UNITS
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
@@ -29,7 +28,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
 from grasp.pipeline.inputs import identity_changes, identity_of
 from grasp.pipeline.pipeline import sketch_gain
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.store.remote import remote_url
 
 REMEDY = "build the later part with --like and the first one, and with its model, features and targets"
@@ -46,7 +45,7 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
         ArtifactError: parts differ (every difference is named), a row_id is in two of them, or types of a label differ.
         SettingsError: fewer than two parts, or `out` exists.
     """
-    progress, directory, problem = progress or Silent(), Path(out), ""
+    progress, directory, problem = progress or Progress(), Path(out), ""
     if len(parts) < 2:
         problem = f"parts: got {len(parts)}, expected at least two artifacts"
     elif remote_url(out) is not None:
@@ -60,7 +59,15 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
     for part in opened[1:]:
         _require_compatible(opened[0], part)
     _require_unique_names(opened)
-    schema = _row_schema(opened)
+    schema = pa.schema([])  # columns of all parts; a label that is absent in a part is null there
+    for part in opened:
+        try:
+            schema = pa.unify_schemas([schema, pq.read_schema(part.rows_path)])
+        except pa.ArrowTypeError as err:
+            raise ArtifactError(
+                f"{part.location}: a label has another type than in earlier parts: {err}; rebuild it with their type"
+            ) from err
+    schema = pa.schema([field for field in schema if field.name != "row_index"])
     try:
         with atomic_path(directory) as temporary:
             _write(opened, schema, temporary, progress)
@@ -130,19 +137,6 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
         )
 
 
-def _row_schema(parts: Sequence[ArtifactReader]) -> pa.Schema:
-    """Return the columns of all parts; a label that is absent in a part is null there."""
-    schema = pa.schema([])
-    for part in parts:
-        try:
-            schema = pa.unify_schemas([schema, pq.read_schema(part.rows_path)])
-        except pa.ArrowTypeError as err:
-            raise ArtifactError(
-                f"{part.location}: a label has another type than in earlier parts: {err}; rebuild it with their type"
-            ) from err
-    return pa.schema([field for field in schema if field.name != "row_index"])
-
-
 def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progress: Progress) -> None:
     """Write the merged artifact, shard after shard."""
     first = parts[0].manifest
@@ -200,21 +194,13 @@ def _write(parts: Sequence[ArtifactReader], schema: pa.Schema, out: Path, progre
             shard = {name: np.concatenate([part.array_rows(name, rows) for part, rows in spans]) for name in arrays}
             writer.write_shard(k, shard, table, {})
             progress.advance(table.num_rows, 0)
-        moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)}
-        moments |= sums | _leaks_of_all(parts, first_rows)
+        moments = {name: array for name, array in parts[0].moments.items() if not name.startswith(LEAKS)} | sums
+        for target in parts[0].targets:
+            leaks = [part_leaks for part in parts if (part_leaks := part.leaks(target)) is not None]
+            if len(leaks) == len(parts):
+                rows = [row + of_part.row_index for row, of_part in zip(first_rows[:-1], leaks, strict=True)]
+                moments |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
         writer.finish(manifest=manifest, moments=moments, units=parts[0].units, gains=gains)
-
-
-def _leaks_of_all(parts: Sequence[ArtifactReader], first_rows: I64) -> dict[str, I64]:
-    """Return the rows of all parts that contain questions, of the targets for which every part has them."""
-    arrays: dict[str, I64] = {}
-    for target in parts[0].targets:
-        leaks = [part_leaks for part in parts if (part_leaks := part.leaks(target)) is not None]
-        if len(leaks) == len(parts):
-            offsets = zip(first_rows[:-1], leaks, strict=True)
-            rows = [first_row + part_leaks.row_index for first_row, part_leaks in offsets]
-            arrays |= Leaks(np.concatenate(rows), leaks[0].n_compared, leaks[0].n_questions).arrays(target)
-    return arrays
 
 
 def _manifest(parts: Sequence[ArtifactReader], labels: Sequence[str]) -> dict[str, Any]:

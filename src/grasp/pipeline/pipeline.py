@@ -27,7 +27,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +45,7 @@ from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN,
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import ArtifactError, ModelError, SettingsError
-from grasp.files import differences
+from grasp.files import differences, discard
 from grasp.kernel_table import BuiltRule
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
@@ -58,7 +57,7 @@ from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, i
 from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.stored_inputs import unit_arrays, unit_table
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.settings import BuildSettings, FeatureSettings
 from grasp.yaml_files import read_yaml, write_yaml
@@ -98,15 +97,19 @@ def build_artifact(
     Raises:
         GraspError: invalid input; finished shards remain, and the same call resumes the build.
     """
-    progress = progress or Silent()
+    if cluster is not None and in_memory.model is not None:
+        raise SettingsError("model: got an object, but workers load it from disk; save it and pass its directory")
+    progress = progress or Progress()
     start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
-        is_resumed = claim_settings(settings, out, progress)
+        # whether the model has run for this artifact; such work is never overwritten by another build
+        has_work = (out / "work").exists() or (out / BUILD).exists()
+        is_resumed = claim_settings(settings, out, progress, has_work=has_work)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work(out))
+        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work)
         identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
         work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
@@ -468,12 +471,7 @@ def resolve_settings(settings: BuildSettings, model: Reference | None = None) ->
     return settings.model_copy(update={"train": train, "features": features, "model": model_settings})
 
 
-def has_work(out: Path) -> bool:
-    """Return whether the model has run for the artifact `out`; such work is never overwritten by another build."""
-    return (out / "work").exists() or (out / BUILD).exists()
-
-
-def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bool:
+def claim_settings(settings: BuildSettings, out: Path, progress: Progress, *, has_work: bool) -> bool:
     """Write the settings to run.yaml, or check that the build that was begun in `out` has the same settings.
 
     Settings of a build that failed before the model ran, e.g. because of a misspelt target, are replaced.
@@ -483,7 +481,7 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
     """
     path, current, problem = out / RUN, settings.model_dump(mode="json"), ""
     finished = (out / MANIFEST).exists()
-    if not has_work(out) and not finished:
+    if not has_work and not finished:
         if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
             write_yaml(current, path)
         return any(out.glob("tokens/shard-*.json"))
@@ -508,7 +506,5 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress) -> bo
 
 def clean(settings: BuildSettings, out: Path) -> None:
     """Remove the work directory, and the tokens unless the settings keep them."""
-    unwanted = [out / "work"] if settings.keep_tokens else [out / "work", out / "tokens"]
-    for directory in unwanted:
-        if directory.exists():
-            shutil.rmtree(directory)
+    for name in ("work",) if settings.keep_tokens else ("work", "tokens"):
+        discard(out / name)

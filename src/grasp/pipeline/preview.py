@@ -29,7 +29,7 @@ from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets.load import load_units, split_names, unread_files_notes
-from grasp.targets.units import LOSS, Unit, UnitSet, UnitTokens
+from grasp.targets.units import LOSS, Unit, UnitTokens
 from grasp.text import ending, plain, skipped_lines
 
 MAX_EXAMPLES = 3
@@ -94,7 +94,7 @@ def preview_corpus(
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
         examples = records.examples
-        notes += _skipped_notes(records.skipped)
+        notes += skipped_lines(records.skipped.counts, records.skipped.examples, "skipped")
         notes.append("rows and tokens: pass --model or --set model.tokenizer=DIR, to divide the records")
     else:
         with TemporaryDirectory() as directory:
@@ -105,11 +105,17 @@ def preview_corpus(
             rows = rows if rows.split_N is None else rows.sides()
             texts = (_mark_loss(encoder, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
             examples = [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
-        notes += [*_skipped_notes(store.skipped), encoder.describe()]
-    lines = [
-        _label_line(label, counts, widest(records.kinds[label]), records.n_read)
-        for label, counts in records.counts.items()
-    ]
+        skipped = skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
+        notes += [*skipped, encoder.describe()]
+    lines = []
+    for label, counts in records.counts.items():
+        expression = identifier(label)
+        if widest(records.kinds[label]) in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
+            expression = f"bins({expression}, {DEFAULT_BINS})"
+        line: dict[str, Any] = {"label": label, "values": len(counts), "missing": records.n_read - counts.total()}
+        line["most frequent"] = plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS)
+        quoted = expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)
+        lines.append(line | {"select with": f"--by {quoted}"})
     table = pa.Table.from_pylist(lines, _LABEL_TABLE)
     return Preview(table, headline, tuple(notes), signs=False, examples=tuple(examples[:MAX_EXAMPLES]))
 
@@ -160,24 +166,6 @@ def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Seque
     return notes + unread_notes(roles, [*labels, *ignored])
 
 
-def _skipped_notes(skipped: Skipped) -> list[str]:
-    return [f"skipped: {line}" for line in skipped_lines(skipped.counts, skipped.examples)]
-
-
-def _label_line(label: str, counts: Counter[str], kind: Kind, n_read: int) -> dict[str, str | int]:
-    """Return a line of the table of labels: values, records without one, and an option that groups rows by it."""
-    expression = identifier(label)
-    if kind in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
-        expression = f"bins({expression}, {DEFAULT_BINS})"
-    return {
-        "label": label,
-        "values": len(counts),
-        "missing": n_read - counts.total(),
-        "most frequent": plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS),
-        "select with": f"--by {expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)}",
-    }
-
-
 def preview_targets(
     targets: TargetSettings | Sequence[str] | str,
     *,
@@ -213,15 +201,8 @@ def preview_targets(
             n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
             lengths.setdefault(unit.target, []).append(n_tokens)
         texts = [_encoded_text(units.units[k], encoded[k], encoder) for k in example_index]
-        notes = [*_skipped_notes(units.unwritten), encoder.describe()]
-    table = _target_table(units, lengths)
-    examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
-    headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
-    return Preview(table, headline, (*unread_files_notes(settings), *notes), signs=False, examples=examples)
-
-
-def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]]) -> pa.Table:
-    """Return a line per target; `lengths` are the numbers of tokens with loss of its units, empty if unknown."""
+        skipped = skipped_lines(units.unwritten.counts, units.unwritten.examples, "skipped")
+        notes = [*skipped, encoder.describe()]
     counts = Counter(unit.target for unit in units.units)
     scoring = {unit.target: _scoring(unit) for unit in units.units}
     columns: dict[str, list[Any]] = {
@@ -233,7 +214,10 @@ def _target_table(units: UnitSet, lengths: Mapping[str, Sequence[int]]) -> pa.Ta
     if lengths:
         columns["tokens with loss, mean"] = [round(float(np.mean(lengths[target])), 1) for target in counts]
         columns["most"] = [max(lengths[target]) for target in counts]
-    return pa.table(columns)
+    table = pa.table(columns)
+    examples = tuple(f"{units.units[k].unit_id}: {text}" for k, text in zip(example_index, texts, strict=True))
+    headline = f"{len(table):,} target{'s' * (len(table) > 1)}, {len(units.units):,} units"
+    return Preview(table, headline, (*unread_files_notes(settings), *notes), signs=False, examples=examples)
 
 
 def _scoring(unit: Unit) -> str:

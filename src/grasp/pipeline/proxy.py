@@ -19,7 +19,7 @@ from grasp.files import atomic_path
 from grasp.models.checkpoint import tokenizer_at
 from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
 from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
@@ -60,7 +60,7 @@ def train_proxy(
         CorpusError: the corpus has no texts that a tokenizer can be trained on.
         ModelError: the directory has a model of other rows, or the training diverges.
     """
-    out, progress, corpus = Path(out), progress or Silent(), path_settings(CorpusSettings, corpus, "corpus")
+    out, progress, corpus = Path(out), progress or Progress(), path_settings(CorpusSettings, corpus, "corpus")
     corpus = corpus.model_copy(update={"max_length": corpus.max_length or CONTEXT})
     with lock_artifact(out):
         encoder, rows = _prepare_rows(out, corpus, None if tokenizer is None else str(tokenizer), shard_rows, progress)
@@ -87,7 +87,7 @@ def train_proxy(
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
     """Save an untrained proxy for the whole corpus, `ratio` times its part, and forecast its training from one step."""
-    encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Silent())
+    encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Progress())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
     batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch

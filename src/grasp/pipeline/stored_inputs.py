@@ -12,13 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from grasp.artifact.manifest import UNITS
+from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import IDS_COLUMN
-from grasp.kernels.kernel import Kernel
+from grasp.kernels.kernel import CorpusMoments, Kernel, kernel_class, make_kernels
+from grasp.kernels.sketch import Sketch
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import Inputs
 from grasp.pipeline.leaks import find_leaks
 from grasp.pipeline.model_pass import batch_arrays
 from grasp.progress import Progress
+from grasp.settings import FeatureSettings
 from grasp.targets.units import unit_columns
 
 MAX_TARGET_BYTES = 64 << 20  # of the arrays of a target in `unit_arrays`
@@ -68,3 +72,12 @@ def unit_table(inputs: Inputs) -> pa.Table:
             else {}
         )
     )
+
+
+def load_kernels(artifact: ArtifactReader, model: Reference, features: FeatureSettings) -> list[Kernel]:
+    """Return the kernels of an artifact without its sketches, with the stored moments."""
+    corpus = CorpusMoments(model.vocab_size)
+    names = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
+    kernels = make_kernels(names, model, features, corpus)
+    corpus.load(artifact.moments)
+    return kernels

@@ -21,7 +21,7 @@ from grasp.models.checkpoint import is_adapter
 from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows, refuse_untrainable
 from grasp.pipeline.proxy import MODEL
 from grasp.pipeline.replay_plan import make_trainable, read_recipe
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
@@ -60,7 +60,7 @@ def warm_up(
         SettingsError: the training is no fine-tuning of all parameters on texts, or rows are longer than the recipe's.
         ModelError: the training diverges.
     """
-    out, progress, recipe = Path(out), progress or Silent(), read_recipe(recipe)
+    out, progress, recipe = Path(out), progress or Progress(), read_recipe(recipe)
     corpus = path_settings(CorpusSettings, corpus, "corpus")
     model_settings = path_settings(ModelSettings, model, "model")
     if model_settings.path == str(out / MODEL):

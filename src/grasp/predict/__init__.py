@@ -6,6 +6,5 @@ relative to the whole corpus.
 
 Start with `predictor.Predictor`, which holds the mathematics. `task_scores` estimates the score of a task from the
 known questions and the text of rows, `weights` sums row values over subsets, and `slices` evaluates every value of a
-label. Other packages register further kinds of protocols (`scoring_rule.RegisteredProtocol`). `sweep_torch` is the only
-module that imports torch.
+label. Other packages register further kinds of protocols (`scoring_rule.RegisteredProtocol`).
 """

@@ -22,7 +22,7 @@ other kernels select rows better, and TASK_PROTOCOL does not use the replay of a
 from pathlib import Path
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.entry_points import names
+from grasp.entry_points import entries
 from grasp.kernel_table import REPLAY
 from grasp.predict.scoring_rule import (
     GROUP,
@@ -81,10 +81,9 @@ def resolve_protocol(
         return protocol
     if protocol is not None:
         return load_protocol(protocol)
-    if (rule := artifact.feature_settings.get("rule")) in names(GROUP):
+    if (rule := artifact.feature_settings.get("rule")) in entries(GROUP):
         built_in = registered_protocol(rule).built_in()
         if set(built_in.arrays) <= set(artifact.array_names):
             return built_in
-    if not artifact.rule.for_new_model or known_questions or (subsets and REPLAY in artifact.kernels):
-        return DEFAULT_PROTOCOL
-    return TASK_PROTOCOL
+    replayed = subsets and f"relevance_{REPLAY}" in artifact.array_names
+    return DEFAULT_PROTOCOL if not artifact.rule.for_new_model or known_questions or replayed else TASK_PROTOCOL

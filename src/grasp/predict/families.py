@@ -33,8 +33,6 @@ from grasp.seeds import stream
 FamilyKind = Literal["uniform", "bernoulli", "mixture", "groups", "dirichlet"]
 MAX_REDRAWS = 10_000
 MANY_VALUES = 1_000  # above this number of label values, `mixture` draws by one sort (other draws, same distribution)
-FAMILY_EXAMPLES = "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
-LABEL_FAMILIES: tuple[FamilyKind, ...] = ("mixture", "groups", "dirichlet")
 # Range of the Dirichlet concentration per label value, drawn log-uniformly: at 0.1 a few values dominate, at 10 the
 # shares are close to those of the corpus.
 CONCENTRATION_RANGE = (0.1, 10.0)
@@ -76,12 +74,12 @@ class Family:
         Raises:
             SubsetError: the label of `groups` or `dirichlet` has a single value.
         """
-        if self.label is None:
-            return in_blocks(self._draw_rows(n_subsets, n_rows, None, seed, purpose), n_rows, block)
-        assert labels is not None
-        column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
-        assert len(column.codes_N) == n_rows
-        if self.kind == "mixture":
+        column = None
+        if self.label is not None:
+            assert labels is not None
+            column = labels if isinstance(labels, LabelColumn) else LabelColumn.from_values(labels, self.label)
+            assert len(column.codes_N) == n_rows
+        if column is None or self.kind == "mixture":
             return in_blocks(self._draw_rows(n_subsets, n_rows, column, seed, purpose), n_rows, block)
         if len(column.values) < 2:
             raise SubsetError(
@@ -131,14 +129,11 @@ class Family:
 
         for b in range(n_subsets):
             rng = stream(seed, "family", purpose, b)
-            n_redraws = 0
-            while (rows := draw(rng)).size == 0:
-                n_redraws += 1
-                if n_redraws == MAX_REDRAWS:
-                    raise SubsetError(
-                        f"family {self}: {MAX_REDRAWS} consecutive draws from {n_rows} rows were empty; "
-                        "use a larger fraction"
-                    )
+            rows = next((rows for _ in range(MAX_REDRAWS) if (rows := draw(rng)).size), None)
+            if rows is None:
+                raise SubsetError(
+                    f"family {self}: {MAX_REDRAWS} draws from {n_rows} rows were empty; use a larger fraction"
+                )
             yield WeightedRows(f"{purpose}-{b:06d}", rows)
 
 
@@ -181,15 +176,14 @@ def parse_family(text: str) -> Family:
         SubsetError: unknown kind, a fraction outside (0, 1), or no label.
     """
     kind, _, argument = (part.strip() for part in text.partition(":"))
-    if kind in ("uniform", "bernoulli"):
-        with suppress(ValueError):
-            if 0.0 < (fraction := float(argument)) < 1.0:
-                return Family(cast(FamilyKind, kind), fraction=fraction)
-    elif kind in LABEL_FAMILIES and argument:
-        return Family(kind, label=argument)
+    with suppress(ValueError):
+        if kind in ("uniform", "bernoulli") and 0.0 < (fraction := float(argument)) < 1.0:
+            return Family(cast(FamilyKind, kind), fraction=fraction)
+    if kind in ("mixture", "groups", "dirichlet") and argument:
+        return Family(cast(FamilyKind, kind), label=argument)
     raise SubsetError(
-        f"family {text!r}: unknown {kind!r} with {argument!r}; expected a fraction strictly between 0 and 1, or the "
-        f"label of a column: {FAMILY_EXAMPLES}"
+        f"family {text!r}: unknown {kind!r} with {argument!r}; expected a fraction between 0 and 1, or a label: "
+        "uniform:0.5, bernoulli:0.5, mixture:LABEL, groups:LABEL or dirichlet:LABEL"
     )
 
 

@@ -41,7 +41,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F32, F64, I32, I64, Blocks, ratio
+from grasp.arrays import F32, F64, I64, Blocks, ratio
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import checked_targets, label_column, row_documents, row_tokens, suggest_labels
@@ -49,7 +49,7 @@ from grasp.errors import ProtocolError
 from grasp.kernel_table import REPLAY
 from grasp.moments import MeanStd, StreamingMoments
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights, parse_protocol
+from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol, kernel_weights
 from grasp.predict.task_scores import Prior, Reliability, Texts, fit_prior, mean_reliability
 from grasp.predict.weights import RowSums, Weights, block_rows
 from grasp.targets.units import WEIGHT_COLUMN
@@ -144,15 +144,9 @@ class UnitSelection:
 
     @classmethod
     def from_targets(cls, artifact: ArtifactReader, targets: Sequence[str]) -> Self:
-        """Select all units of the targets.
-
-        Raises:
-            ProtocolError: a target has no units.
-        """
+        """Select all units of the targets."""
         columns = [artifact.unit_columns(target) for target in targets]
-        empty = [target for target, columns_e in zip(targets, columns, strict=True) if not len(columns_e)]
-        if empty:
-            raise ProtocolError(f"targets: {', '.join(empty)}: has no units; expected at least one")
+        assert all(map(len, columns))
         columns_E, counts_T = np.concatenate(columns), np.array([len(columns_e) for columns_e in columns])
         if WEIGHT_COLUMN not in artifact.units.column_names:
             return cls(tuple(targets), columns_E, counts_T)
@@ -180,26 +174,6 @@ class KernelRelevance:
     rows: StreamingMoments  # moments over the rows of the corpus
     relevance: RowSums  # (N, C)
 
-    @classmethod
-    def for_units(cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float) -> Self:
-        """Read relevance with one column per unit: one pass for moments, one to load the matrix if it fits."""
-        blocks = functools.partial(relevance_blocks, artifact, kernel, units.columns_E, negative)
-        return cls(StreamingMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E)))
-
-    @classmethod
-    def for_tasks(
-        cls, artifact: ArtifactReader, kernel: str, units: UnitSelection, negative: float, scale_E: F64 | float = 1.0
-    ) -> Self:
-        """Read relevance with one column per task, its mean over units; one pass, 4 bytes per row and task.
-
-        Args:
-            scale_E: factor of each unit before the mean over units.
-        """
-        task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
-        blocks = relevance_blocks(artifact, kernel, units.columns_E, negative)
-        reduced = ((start, units.mean_per_task(block, scale_E)) for start, block in blocks)
-        return cls(StreamingMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
-
 
 @dataclass(frozen=True, slots=True)
 class RowEffects:
@@ -207,18 +181,10 @@ class RowEffects:
 
     effects: RowSums  # effect of every row, mean 0 and standard deviation 1 over the rows of the artifact
     raw_mean_std: MeanStd  # mean and standard deviation over the rows before standardization
-    scales: Mapping[str, MeanStd]  # by kernel: mean and standard deviation, by which it is divided
-    relevance_to_effect: Mapping[str, F64]  # by kernel: factor from relevance to effect, slope / sd of the sum, (C,)
     new_row_value_C: F64  # b: value of any unseen row, in effects of the column
 
     @classmethod
-    def from_kernels(
-        cls,
-        slopes: Mapping[str, F64],
-        kernels: Mapping[str, KernelRelevance],
-        scales: Mapping[str, MeanStd],
-        array_NC: F32 | None,
-    ) -> Self:
+    def from_kernels(cls, slopes: Mapping[str, F64], kernels: Mapping[str, RowSums], array_NC: F32 | None) -> Self:
         """Compute the effect of every row: sum_m slope_m a_m, standardized to mean 0 and standard deviation 1.
 
         The sum is standardized in a second pass, since its moments are known only after the first.
@@ -226,14 +192,13 @@ class RowEffects:
         Args:
             slopes: by kernel m: weight over standard deviation, (C,).
             kernels: by kernel m: relevance a_m.
-            scales: by kernel: mean and standard deviation.
             array_NC: output array; may be the array of the first kernel, which is then overwritten. None: effects are
                 recomputed whenever they are summed, unless they are small.
         """
 
         def summed_blocks() -> Iterator[tuple[int, F64]]:
             """Yield the weighted sum of the kernels, block by block."""
-            readers = [kernels[name].relevance.blocks() for name in slopes]
+            readers = [kernels[name].blocks() for name in slopes]
             for blocks in zip(*readers, strict=True):
                 terms = (block * slope_C for (_, block), slope_C in zip(blocks, slopes.values(), strict=True))
                 yield blocks[0][0], functools.reduce(operator.iadd, terms)
@@ -241,26 +206,20 @@ class RowEffects:
         mean_std = StreamingMoments.from_blocks(summed_blocks(), array_NC).mean_std
         inverse_C = mean_std.inverse_std_C
         if array_NC is None:
-            first_kernel = next(iter(kernels.values()))
+            first = next(iter(kernels.values()))
             effects = RowSums(
                 lambda: (
                     (start, ((block - mean_std.mean_C) * inverse_C).astype(np.float32))
                     for start, block in summed_blocks()
                 ),
-                first_kernel.rows.n_rows,
-                first_kernel.relevance.width,
+                first.n_rows,
+                first.width,
             )
         else:
             effects = RowSums.over(array_NC)
             for _, block in effects.blocks():
                 block[:] = (block - mean_std.mean_C) * inverse_C
-        return cls(
-            effects,
-            mean_std,
-            scales,
-            {name: slope_C * inverse_C for name, slope_C in slopes.items()},
-            np.full(len(inverse_C), NEW_ROW_VALUE),
-        )
+        return cls(effects, mean_std, np.full(len(inverse_C), NEW_ROW_VALUE))
 
 
 # ----------------------------------------------------------------------------------------------- changes of subsets
@@ -356,20 +315,21 @@ class Predictor:
         if isinstance(resolved, RegisteredProtocol):
             bound = resolved.bind(artifact, selected, sketches=available, per_unit=per_unit)
             return replace(bound, repetition_law=law)
-        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
-        if per_unit or units is not None:
+        if units is None:
+            key = "relevance", resolved.model_dump_json(), selected.targets
+            n_bytes = 4 * artifact.n_rows * len(selected.targets)
+            shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
+            # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
+            predictor = replace(shared, task=replace(shared.task, effects=RowSums.over(shared.effect_NT)))
+        else:
             predictor = assemble_predictor(artifact, resolved, selected)
-            if per_unit:
-                kernels = unit_kernels(artifact, resolved.for_units, selected)
-                unit_level = unit_effects(resolved, selected, kernels, scales_over_rows(kernels))
-                predictor = replace(predictor, unit_level=unit_level)
-            return replace(predictor, sketches=loaded_sketches, repetition_law=law)
-        key = "relevance", resolved.model_dump_json(), selected.targets
-        n_bytes = 4 * artifact.n_rows * len(selected.targets)
-        shared = cached(artifact, key, n_bytes, lambda: assemble_predictor(artifact, resolved, selected))
-        # `RowSums` caches sums of one caller's subsets, so every predictor has its own over the shared array
-        task = replace(shared.task, effects=RowSums.over(shared.effect_NT))
-        return replace(shared, task=task, sketches=loaded_sketches, repetition_law=law)
+        if per_unit:
+            kernels = unit_kernels(artifact, resolved.for_units, selected)
+            scales = {name: kernel.rows.mean_std for name, kernel in kernels.items()}
+            unit_level = unit_effects(resolved, selected, kernels, scales)
+            predictor = replace(predictor, unit_level=unit_level)
+        loaded_sketches = {name: load_sketch(artifact, name) for name in sorted(available)}
+        return replace(predictor, sketches=loaded_sketches, repetition_law=law)
 
     @property
     def effect_NT(self) -> F32:  # noqa: N802 - a shape suffix
@@ -459,8 +419,8 @@ class Predictor:
         """Return the part of a row's effect on the first task that its text and labels predict; 0 without a prior."""
         if self.prior is None:
             return 0.0
-        centred = self.prior.prior_NT[row, 0] - self.task.scales[TEXT_PART].mean_C[0]
-        return float(self.task.relevance_to_effect[TEXT_PART][0] * centred)
+        prior_N, factor = self.prior.prior_NT[:, 0], (1.0 - self.prior.rho_T) * self.task.raw_mean_std.inverse_std_C
+        return float(factor[0] * (prior_N[row] - prior_N.mean(dtype=np.float64)))
 
     def change_by_units(self, sum_BE: F64, mean_E: F64, sums: SubsetSums) -> F64:
         """Decompose the change of each task into contributions of its units, (B, E), whose mean is the change.
@@ -512,17 +472,13 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
         protocol: protocol, resolved for the artifact.
         units: units of the targets.
     """
-    names = list(kernel_weights(protocol))
-    relevance = {
-        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, protocol.negative_factor(name))
-        for name in names
-    }
-    unit_factors: dict[str, F64 | float] = dict.fromkeys(names, units.weight_E)
+    relevance = kernel_blocks(artifact, protocol, units)
+    unit_factors: dict[str, F64 | float] = dict.fromkeys(relevance, units.weight_E)
     if protocol.task == "estimate":
         for name, blocks in relevance.items():
             unit_factors[name] = units.weight_E * StreamingMoments.from_blocks(blocks()).mean_std.inverse_std_C
     kernels = task_kernels(artifact, protocol, units, unit_factors)
-    scales = scales_over_rows(kernels)
+    scales = {name: kernel.rows.mean_std for name, kernel in kernels.items()}
     if units.counts_T.max() == 1:  # no questions can be held out
         return combine_kernels(artifact, protocol, units, kernels, scales, unit_factors)
     # coefficients of relevance in the score of a question, see `task_scores`
@@ -534,10 +490,20 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
         texts, documents_N = _texts(artifact), row_documents(artifact)
         prior = fit_prior(relevance, coefficients, units.counts_T, _row_names(artifact), documents_N, texts, labels)
     predictor = combine_kernels(artifact, protocol, units, kernels, scales, unit_factors, prior)
-    if REPLAY in names:  # the replay scores whole targets, so that no questions can be held out
+    if REPLAY in relevance:  # the replay scores whole targets, so that no questions can be held out
         return predictor
     measure = functools.cache(lambda: mean_reliability(relevance, coefficients, units.counts_T, _row_names(artifact)))
     return replace(predictor, measure_reliability=measure if prior is None else lambda: prior.reliability)
+
+
+def kernel_blocks(
+    artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection
+) -> dict[str, Callable[[], Blocks]]:
+    """Return, by kernel of a protocol, a function that yields (first row, relevance (n, E)); see `relevance_blocks`."""
+    return {
+        name: functools.partial(relevance_blocks, artifact, name, units.columns_E, protocol.negative_factor(name))
+        for name in kernel_weights(protocol)
+    }
 
 
 def task_kernels(
@@ -546,20 +512,32 @@ def task_kernels(
     units: UnitSelection,
     unit_factors: Mapping[str, F64 | float],
 ) -> dict[str, KernelRelevance]:
-    """Return the kernels of a protocol with one column per task, from units times their factors, (E,) by kernel."""
-    return {
-        name: KernelRelevance.for_tasks(artifact, name, units, protocol.negative_factor(name), factor_E)
-        for name, factor_E in unit_factors.items()
-    }
+    """Return kernels with one column per task, its mean over units; one pass, 4 bytes per row and task.
+
+    Args:
+        artifact: artifact to read.
+        protocol: protocol, which has the factors of negative relevance.
+        units: units of the targets.
+        unit_factors: by kernel: factor of each unit before the mean over units, (E,).
+    """
+    kernels = {}
+    for name, factor_E in unit_factors.items():
+        task_NT = np.empty((artifact.n_rows, len(units.targets)), dtype=np.float32)
+        blocks = relevance_blocks(artifact, name, units.columns_E, protocol.negative_factor(name))
+        reduced = ((start, units.mean_per_task(block, factor_E)) for start, block in blocks)
+        kernels[name] = KernelRelevance(StreamingMoments.from_blocks(reduced, task_NT), RowSums.over(task_NT))
+    return kernels
 
 
 def unit_kernels(
     artifact: ArtifactReader, protocol: ScoringProtocol, units: UnitSelection
 ) -> dict[str, KernelRelevance]:
-    """Return the kernels of a protocol with one column per unit."""
+    """Return the kernels of a protocol with one column per unit: a pass for moments, another to load what fits."""
     return {
-        name: KernelRelevance.for_units(artifact, name, units, protocol.negative_factor(name))
-        for name in kernel_weights(protocol)
+        name: KernelRelevance(
+            StreamingMoments.from_blocks(blocks()), RowSums(blocks, artifact.n_rows, len(units.columns_E))
+        )
+        for name, blocks in kernel_blocks(artifact, protocol, units).items()
     }
 
 
@@ -584,14 +562,13 @@ def combine_kernels(
         prior: prediction from text and labels.
     """
     mean_slopes = slopes = slopes_of(protocol, scales)  # of the mean over the known questions
+    relevance = {name: kernel.relevance for name, kernel in kernels.items()}
     if prior is not None:
         # The score p + rho (b - p) with the prior p as a further kernel: the mean b over the known questions is the sum
         # of the kernels by their slopes, and p has the same scale.
-        prior_rows = RowSums.over(prior.prior_NT)
-        prior_kernel = KernelRelevance(StreamingMoments.from_blocks(prior_rows.blocks()), prior_rows)
-        kernels, scales = {**kernels, TEXT_PART: prior_kernel}, {**scales, TEXT_PART: prior_kernel.rows.mean_std}
+        relevance[TEXT_PART] = RowSums.over(prior.prior_NT)
         slopes = {name: slope_T * prior.rho_T for name, slope_T in slopes.items()} | {TEXT_PART: 1.0 - prior.rho_T}
-    task = RowEffects.from_kernels(slopes, kernels, scales, next(iter(kernels.values())).relevance.array_NC)
+    task = RowEffects.from_kernels(slopes, relevance, next(iter(relevance.values())).array_NC)
     return Predictor(
         protocol=protocol,
         units=units,
@@ -611,11 +588,6 @@ def combine_kernels(
     )
 
 
-def scales_over_rows(kernels: Mapping[str, KernelRelevance]) -> Mapping[str, MeanStd]:
-    """Return mean and standard deviation of each kernel over the rows of the corpus."""
-    return {name: kernel.rows.mean_std for name, kernel in kernels.items()}
-
-
 def slopes_of(protocol: ScoringProtocol, scales: Mapping[str, MeanStd]) -> dict[str, F64]:
     """Return the weight of each kernel over its standard deviation."""
     return {name: weight * scales[name].inverse_std_C for name, weight in kernel_weights(protocol).items()}
@@ -628,7 +600,8 @@ def unit_effects(
     scales: Mapping[str, MeanStd],
 ) -> RowEffects:
     """Return the effects of rows on every unit, from kernels with one column per unit."""
-    unit_level = RowEffects.from_kernels(slopes_of(protocol.for_units, scales), kernels, scales, None)
+    relevance = {name: kernel.relevance for name, kernel in kernels.items()}
+    unit_level = RowEffects.from_kernels(slopes_of(protocol.for_units, scales), relevance, None)
     # b is in effect sizes of the task; the effects of its units average to a column with this standard deviation
     task_means = StreamingMoments.from_blocks(
         (start, units.mean_per_task(block, units.weight_E)) for start, block in unit_level.effects.blocks()
@@ -647,13 +620,8 @@ def _texts(artifact: ArtifactReader) -> Texts | None:
     is_merged = bool(artifact.manifest.details.get("parts"))
     if is_merged or artifact.reader is not None or not artifact.tokens_path.exists():
         return None
-    store = artifact.open_rows()
-
-    def read(row_index: I64) -> tuple[I32, I64]:
-        rows = store.rows(row_index)
-        return rows.flat_ids, rows.offsets
-
-    return Texts(row_tokens(artifact), read)
+    ids_of, store = operator.attrgetter("flat_ids", "offsets"), artifact.open_rows()
+    return Texts(row_tokens(artifact), lambda row_index: ids_of(store.rows(row_index)))
 
 
 def additive_predictor(
@@ -677,13 +645,8 @@ def additive_predictor(
     """
     rule, units = resolve_protocol(protocol, artifact), None
     if match is not None:
-        single_kernel = {
-            "name": f"{rule.name}, {match} alone",
-            "match": {match: 1.0},
-            "task": "mean",
-            "selected_on": None,
-        }
-        rule = parse_protocol(rule.model_dump() | single_kernel, f"match {match}")
+        single_kernel = {"name": f"{rule.name}, {match} alone", "match": {match: 1.0}, "task": "mean"}
+        rule = rule.model_copy(update={**single_kernel, "selected_on": None})
     if unit is not None:
         columns, names = artifact.unit_columns(target), artifact.units.column("unit_id").to_pylist()
         column = next((e for e in columns if names[e] == unit), None)

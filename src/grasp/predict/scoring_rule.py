@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.entry_points import entries, load_class
-from grasp.errors import ProtocolError, SettingsError
+from grasp.entry_points import entries, load
+from grasp.errors import ProtocolError
 from grasp.files import atomic_path
-from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY, REPLAY_WEIGHT
+from grasp.kernel_table import REPLAY
 from grasp.settings import Positions, Settings
 from grasp.yaml_files import read_yaml, validated, write_yaml
 
@@ -63,17 +63,15 @@ class ScoringProtocol(Settings):
     name: str = Field(min_length=1, description="Name of the protocol.")
     match: dict[KernelName, float] | Literal["auto"] = Field(
         "auto",
-        description="Weights of the kernels, each standardised; auto: output_layer, embedding and knn; of a model that "
-        "is trained further gradient and 0.25 each of output_layer and embedding; without it "
-        "output_layer, embedding, hidden_bias and hidden_linear. Targets with a replay: also "
-        f"{REPLAY_WEIGHT:g} replay, or {NEW_MODEL_REPLAY_WEIGHT:g} for a new model, but not with task: estimate.",
+        description="Weights of the kernels, each standardised; auto: those of `grasp.kernel_table` for the training "
+        "that the artifact was built for.",
     )
     negative: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="Factor of negative relevance: 1 retains it, 0 drops it. Negative relevance of `gradient` and "
-        "`replay`, whose sign is as reliable as its size, is always retained.",
+        description="Factor of negative relevance: 1 retains it, 0 drops it. That of `gradient` and `replay`, whose "
+        "sign is reliable, is retained.",
     )
     task: Literal["mean", "estimate"] = Field(
         "mean",
@@ -153,7 +151,6 @@ class ScoringProtocol(Settings):
         Raises:
             ProtocolError: missing kernels or sketches, or other feature settings than required; the message lists all
                 problems.
-            ArtifactError: the artifact does not record the weights of its kernels.
         """
         array_names, feature_settings = artifact.array_names, artifact.feature_settings
         if self.match != "auto":
@@ -243,11 +240,13 @@ def targets_selected_on(runs: Mapping[str, str], fingerprint: str) -> set[str]:
 
 
 def load_protocol(path: Path | str) -> ScoringProtocol:
-    """Read a protocol from a YAML or JSON file; the message of an error lists every problem."""
-    try:
-        return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
-    except SettingsError as err:
-        raise ProtocolError(str(err)) from err
+    """Read a protocol from a YAML or JSON file.
+
+    Raises:
+        SettingsError: the file cannot be read.
+        ProtocolError: invalid settings; the message lists every problem.
+    """
+    return parse_protocol(read_yaml(Path(path)), f"protocol {path}")
 
 
 def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtocol:
@@ -267,7 +266,8 @@ def parse_protocol(settings: Mapping[str, Any], location: str) -> ScoringProtoco
 
 def registered_protocol(name: str) -> type[RegisteredProtocol]:
     """Return the class of protocols that a package registers under a name."""
-    return load_class(GROUP, name, RegisteredProtocol)  # type: ignore[type-abstract]
+    loaded: type[RegisteredProtocol] = load(GROUP, name, RegisteredProtocol)
+    return loaded
 
 
 def save_protocol(protocol: ScoringProtocol, path: Path | str) -> None:

@@ -126,9 +126,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     Args:
         most: maximum number of slices, the largest ones; rare elements get no slice.
     Returns:
-        None if not all values of the label are lists of texts, as JSON.
-    Raises:
-        SubsetError: no element occurs in one row and not in another.
+        None if not all values of the label are lists of texts, as JSON, or no element is in some rows only.
     """
     elements_of = [() if value is None else _elements(value) for value in column.values]
     if None in elements_of or not any(elements_of):
@@ -144,7 +142,7 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     largest_first = np.argsort(-rows_M, kind="stable")
     selected = largest_first[rows_M[largest_first] < n_rows][:most]  # an element of every row selects nothing
     if not len(selected):
-        raise SubsetError(f"--by {column.name}: every row has the same elements; expected a label that varies")
+        return None
     membership_GN, names = csr_array(in_row_MN[selected]), list(code_of)
     tokens_G = membership_GN @ tokens_N.astype(np.float64)
     literals = ["'" + name.replace("'", "''") + "'" for name in names]  # of SQL
@@ -248,16 +246,13 @@ def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: Sl
     """
     columns_E, protocol = predictor.units.columns_E, predictor.protocol
     slice_GE = np.zeros((len(slices.slices), len(columns_E)))  # sum of c over the slice
-    total_E = np.zeros(len(columns_E))  # sum of c over the corpus, if slices overlap
-    blocks_of_subsets = [slices.each]
-    if slices.membership_GN is not None:
-        blocks_of_subsets.append(_whole_corpus(predictor.n_rows))
+    total_E = np.zeros(len(columns_E))  # sum of c over the corpus
     for kernel, factor_E in predictor.unit_relevance_to_effect.items():
         blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_factor(kernel))
-        sum_GE, *corpus = sums_over(blocks, blocks_of_subsets, len(columns_E))
+        sum_GE, corpus_1E = sums_over(blocks, [slices.each, _whole_corpus(predictor.n_rows)], len(columns_E))
         slice_GE += sum_GE * factor_E
-        total_E += corpus[0][0] * factor_E if corpus else 0.0
-    mean_E = (slice_GE.sum(axis=0) if slices.membership_GN is None else total_E) / predictor.n_rows
+        total_E += corpus_1E[0] * factor_E
+    mean_E = total_E / predictor.n_rows
     rest_GE = np.outer(effects.sums.n_retained_B, mean_E) - slice_GE
     change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
     if predictor.prior is not None:

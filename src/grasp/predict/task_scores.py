@@ -62,6 +62,7 @@ GROUPS = 4
 FEW_QUESTIONS = 16  # below this number the ranking depends mostly on the known questions
 LEVEL = 0.95  # of intervals
 BLOCK_TOKENS = 1 << 21
+ALL = np.ones(1, dtype=np.bool_)  # mask of all groups, by broadcasting
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def fit_prior(
         np.minimum.at(hash_of_document, documents_N, hash_N)
         fold_N = (hash_of_document[documents_N] % np.uint64(FOLDS)).astype(np.int64)
         prior_NT, tasks = _predict_rows(plain_tasks, texts, labels, fold_N, sample)
-    rho_T = np.array([task.shrinkage(task.all_G) for task in tasks])
+    rho_T = np.array([task.shrinkage(ALL) for task in tasks])
     return Prior(prior_NT, rho_T, tuple(task.reliability() for task in tasks))
 
 
@@ -204,11 +205,6 @@ class _Task:
     count_G: I64  # number of questions
     noise: float  # mean over rows of the variance of q over questions; nan for a single question
 
-    @property
-    def all_G(self) -> Bool:  # noqa: N802 - a shape suffix
-        """Return the mask of all groups."""
-        return np.ones(len(self.count_G), dtype=np.bool_)
-
     def shrinkage(self, groups_G: Bool) -> float:
         """Return rho if the questions of these groups are known; 1 without a prior or an estimate of the noise."""
         residual_S = _mean_of_groups(self.mean_SG - self.prior_SG, self.count_G, groups_G)
@@ -232,22 +228,28 @@ class _Task:
         n_groups, count = len(self.count_G), int(self.count_G.sum())
         if n_groups < 2:
             return Reliability(count, np.nan, np.nan, np.nan, np.nan)
-        groups, rho = np.arange(n_groups), self.shrinkage(self.all_G)
+        groups, rho = np.arange(n_groups), self.shrinkage(ALL)
         halves = [np.isin(groups, half) for half in combinations(range(n_groups), n_groups // 2)]
         pairs = [(self.score(half_G, rho), self.score(~half_G, rho)) for half_G in halves]
         covariance = float(np.mean([np.mean(first_S * second_S) for first_S, second_S in pairs]))
-        variance = self.score(self.all_G, rho).var()
+        variance = self.score(ALL, rho).var()
         ranking = min(max(covariance / float(variance), 0.0), 1.0) if variance else 0.0
         slopes = [
             _slope(
                 self.score(included_G, self.shrinkage(included_G)),
                 _mean_of_groups(self.mean_SG, self.count_G, ~included_G),
             )
-            for included_G in _leave_one_out(n_groups)
+            for included_G in ~np.eye(n_groups, dtype=np.bool_)  # all groups but one
         ]
         slope_G = np.array(slopes)
         half_width = float(stdtrit(n_groups - 1, 0.5 + LEVEL / 2) * slope_G.std(ddof=1) / np.sqrt(n_groups))
-        transfer, error = _with_all_questions(float(slope_G.mean()), half_width, 1.0 - 1.0 / n_groups)
+        transfer, error, known_share = float(slope_G.mean()), half_width, 1.0 - 1.0 / n_groups
+        if 0.0 < transfer < 1.0:
+            # With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a
+            # slope b with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is
+            # k / (b + (1 - b) k)^2, which scales the interval. A slope outside of (0, 1) has no such explanation.
+            divisor = transfer + (1.0 - transfer) * known_share
+            transfer, error = transfer / divisor, half_width * known_share / divisor**2
         return Reliability(count, ranking, transfer, transfer - error, transfer + error)
 
 
@@ -255,11 +257,6 @@ def _mean_of_groups(value_SG: F64, count_G: I64, groups_G: Bool) -> F64:
     """Average over the questions of some groups, (S,)."""
     included_G = count_G * groups_G
     return np.asarray(value_SG @ (included_G / included_G.sum()))
-
-
-def _leave_one_out(n_groups: int) -> list[Bool]:
-    """Return the masks of all groups but one."""
-    return [np.arange(n_groups) != group for group in range(n_groups)]
 
 
 def _slope(prediction_S: F64, outcome_S: F64) -> float:
@@ -274,54 +271,9 @@ def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
         return 1.0
     slopes = [
         _slope(_mean_of_groups(prior_SG, count_G, included_G), _mean_of_groups(mean_SG, count_G, ~included_G))
-        for included_G in _leave_one_out(len(count_G))
+        for included_G in ~np.eye(len(count_G), dtype=np.bool_)  # all groups but one
     ]
     return max(0.0, float(np.mean(slopes)))
-
-
-def _with_all_questions(slope: float, half_width: float, known_share: float) -> tuple[float, float]:
-    """Convert the slope for scores from a share of the questions, and its half width, to scores from all of them.
-
-    With all questions the score has less noise. The slope is v / (v + s^2 / n) for scores of variance v, so a slope b
-    with a share k of the questions becomes b / (b + (1 - b) k); its derivative by b is k / (b + (1 - b) k)^2, which
-    scales the interval. A slope outside of (0, 1) has no such explanation, and is unchanged.
-    """
-    if not 0.0 < slope < 1.0:
-        return slope, half_width
-    divisor = slope + (1.0 - slope) * known_share
-    return slope / divisor, half_width * known_share / divisor**2
-
-
-class _QuestionSums:
-    """Sums over rows of the relevance to a task's questions, block by block; the questions are grouped in turn."""
-
-    def __init__(self, n_questions: int) -> None:
-        group_e = np.arange(n_questions) % min(GROUPS, n_questions)
-        self._count_G = np.bincount(group_e)
-        self._mean_eG = (group_e[:, None] == np.arange(len(self._count_G))) / self._count_G  # questions -> group means
-        self._mean_nG: list[F64] = []  # by block
-        self._sum_e = np.zeros(n_questions)
-        self._squares = 0.0  # sum over rows and questions of (q - mean of the row)^2
-
-    def add(self, q_ne: F64) -> None:
-        """Add a block of rows."""
-        self._mean_nG.append(q_ne @ self._mean_eG)
-        self._sum_e += q_ne.sum(axis=0)
-        self._squares += float(np.square(q_ne - q_ne.mean(axis=1, keepdims=True)).sum())
-
-    @property
-    def task(self) -> _Task:
-        """Return the task, with prior 0.
-
-        The noise comes from the interaction sum of squares, rows x questions: that about the means of rows, minus that
-        of the means of questions, which shift all rows alike and are no noise.
-        """
-        mean_SG, n_questions = np.concatenate(self._mean_nG), len(self._sum_e)
-        n_rows = len(mean_SG)
-        mean_e = self._sum_e / n_rows
-        interaction = max(self._squares - n_rows * float(np.square(mean_e - mean_e.mean()).sum()), 0.0)
-        noise = interaction / (n_rows * (n_questions - 1)) if n_questions > 1 else np.nan
-        return _Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), self._count_G, noise)
 
 
 # ------------------------------------------------------------------------------------- prediction from text and labels
@@ -420,16 +372,34 @@ def _draw_sample(hash_N: NDArray[np.uint64], lengths_N: I64 | None) -> I64:
 def _sampled_tasks(
     relevance: Mapping[str, Callable[[], Blocks]], coefficients: Mapping[str, F64], counts_T: I64, sample: I64
 ) -> list[_Task]:
-    """Sum q over the questions of every task, for the rows of the sample; block by block."""
-    questions = [_QuestionSums(int(count)) for count in counts_T]
+    """Sum q over the questions of every task, for the rows of the sample, block by block; return tasks with prior 0.
+
+    The noise comes from the interaction sum of squares, rows x questions: that about the means of rows, minus that of
+    the means of questions, which shift all rows alike and are no noise.
+    """
+    questions = [slice(stop - count, stop) for count, stop in zip(counts_T, np.cumsum(counts_T), strict=True)]
+    n_rows, sum_E, squares_T = len(sample), np.zeros(int(counts_T.sum())), np.zeros(len(counts_T))
+    # questions are grouped in turn: (e, G), from questions to group means
+    in_group = [(np.arange(n)[:, None] % min(GROUPS, n) == np.arange(min(GROUPS, n))) * 1.0 for n in counts_T]
+    count_TG = [in_group_eG.sum(axis=0).astype(np.int64) for in_group_eG in in_group]
+    means = [list[F64]() for _ in counts_T]  # by task and block, (n, G)
     for kernel_blocks in zip(*(blocks() for blocks in relevance.values()), strict=True):
-        start, n_rows = kernel_blocks[0][0], len(kernel_blocks[0][1])
-        first, stop = np.searchsorted(sample, (start, start + n_rows))  # the sample is sorted
+        start = kernel_blocks[0][0]
+        first, stop = np.searchsorted(sample, (start, start + len(kernel_blocks[0][1])))  # the sample is sorted
         if first == stop:
             continue
         rows = sample[first:stop] - start
         terms = zip(relevance, kernel_blocks, strict=True)
-        q_nE = sum(coefficients[kernel] * block[rows] for kernel, (_, block) in terms)
-        for sums, q_ne in zip(questions, np.split(q_nE, np.cumsum(counts_T)[:-1], axis=1), strict=True):
-            sums.add(q_ne)
-    return [sums.task for sums in questions]
+        q_nE = np.asarray(sum(coefficients[kernel] * block[rows] for kernel, (_, block) in terms))
+        sum_E += q_nE.sum(axis=0)
+        for t, columns in enumerate(questions):
+            q_ne = q_nE[:, columns]
+            means[t].append(q_ne @ (in_group[t] / count_TG[t]))
+            squares_T[t] += float(np.square(q_ne - q_ne.mean(axis=1, keepdims=True)).sum())
+    tasks = []
+    for t, columns in enumerate(questions):
+        mean_SG, mean_e, count = np.concatenate(means[t]), sum_E[columns] / n_rows, int(counts_T[t])
+        interaction = max(squares_T[t] - n_rows * float(np.square(mean_e - mean_e.mean()).sum()), 0.0)
+        noise = interaction / (n_rows * (count - 1)) if count > 1 else np.nan
+        tasks.append(_Task(mean_SG - mean_SG.mean(axis=0), np.zeros_like(mean_SG), count_TG[t], noise))
+    return tasks

@@ -17,8 +17,6 @@ Shape letters: B subsets, N rows of the corpus, n rows of one block, G rows of t
 themselves), C value columns.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -47,10 +45,6 @@ OMITTED_SHARE = 1 / 16
 IN_MEMORY_BYTES = 256 << 20
 # Numbers processed at once, so that intermediate arrays fit the CPU cache.
 BLOCK_NUMBERS = 1 << 16
-# Multiply-adds of one block of subsets above which torch is faster than scipy.
-MIN_TORCH_WORK = 50_000_000
-# Total multiply-adds above which the seconds needed to import torch are repaid.
-TORCH_IMPORT_WORK = 3_000_000_000
 # Rows of packed masks that are unpacked and multiplied at once.
 MASK_ROWS = 4096
 
@@ -192,11 +186,6 @@ class SubsetBlock:
         """Number of rows with a positive weight of each subset."""
         return self.weights.sizes
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows of the corpus, N."""
-        return int(self.weights.shape[1])
-
 
 @dataclass(frozen=True, slots=True)
 class WeightedRows:
@@ -220,13 +209,14 @@ def in_blocks(subsets: Iterable[WeightedRows], n_rows: int, block: int = 256) ->
     n_entries = 0
     for item in subsets:
         compressed = _compress(item, n_rows)
-        is_full = len(pending) == block or n_entries + compressed.size > MAX_BLOCK_ENTRIES
+        size = len(compressed.rows) // (12 if compressed.base is None else 1)  # memory, in entries of 12 bytes
+        is_full = len(pending) == block or n_entries + size > MAX_BLOCK_ENTRIES
         if pending and (is_full or pending[0].base != compressed.base):
             yield _stack(names, pending, n_rows)
             names, pending, n_entries = [], [], 0
         names.append(item.subset_id)
         pending.append(compressed)
-        n_entries += compressed.size
+        n_entries += size
     if pending:
         yield _stack(names, pending, n_rows)
 
@@ -245,17 +235,11 @@ class _CompressedSubset:
     rows: NDArray[Any]  # row positions of the entries; or the bits
     entries: F64  # differences of their weights from the base; empty for packed bits
 
-    @property
-    def size(self) -> int:
-        """Memory, in entries of 12 bytes."""
-        return len(self.rows) // 12 if self.base is None else len(self.rows)
-
 
 def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     """Choose the storage form of a subset by its share of the corpus: entries, omitted rows, or packed bits."""
-    location = f"subset {item.subset_id!r}"
-    if len(item.row_index) == 0:
-        raise SubsetError(f"{location}: has no rows; expected at least one")
+    if not len(item.row_index):
+        raise SubsetError(f"subset {item.subset_id!r}: has no rows; expected at least one")
     if item.weights is None:  # these rows have weight 1, and all others 0
         if len(item.row_index) <= max(PACKED_ROWS, n_rows * PACKED_SHARE):
             return _CompressedSubset(0.0, item.row_index, np.ones(len(item.row_index)))
@@ -269,7 +253,7 @@ def _compress(item: WeightedRows, n_rows: int) -> _CompressedSubset:
     bad = np.flatnonzero(~((weights == 0) | ((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))))
     if bad.size:
         first = f"row {int(item.row_index[bad[0]])} has weight {float(weights[bad[0]])!r}"
-        raise SubsetError(f"{location}: {first} ({bad.size} such); {WEIGHT_RANGE}")
+        raise SubsetError(f"subset {item.subset_id!r}: {first} ({bad.size} such); {WEIGHT_RANGE}")
     return _CompressedSubset(0.0, item.row_index, weights)
 
 
@@ -302,8 +286,7 @@ def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64
 class RowSums:
     """Weighted sums W @ X of row values X, (N, C), over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 
-    Results are float64. torch and packed masks add at most a few thousand rows in float32, with errors of at most
-    2e-6 sum_i |w_i x_i| (torch) and 3e-5 sum_i |w_i x_i| (masks), whether or not the values are in memory.
+    Results are float64; see `sums_over`.
 
     Args:
         blocks: function that yields (first row, values) in row order.
@@ -319,10 +302,8 @@ class RowSums:
             for start, block in blocks():
                 array_NC[start : start + len(block)] = block
         self.array_NC = array_NC  # the values, if they are held in memory
-        self._n_multiply_adds = 0  # of sparse entries so far
         self._slices: Any = None  # the slices that `_sums_GC` belongs to
         self._sums_GC: F64 = np.empty((0, 0))
-        self._total_C: F64 | None = None  # sum of the values over all rows, once needed
 
     @classmethod
     def over(cls, values_NC: F32) -> "RowSums":
@@ -346,35 +327,15 @@ class RowSums:
         """Return W @ X, (B, C) float64, for one block of subsets."""
         matrix, values_NC = weights.matrix, self.array_NC
         assert matrix.shape[1] == self.n_rows
-        if weights.mix is not None:  # cache the sums of slices: the next block of the same slices costs O(G), not O(N)
-            if self._slices is not matrix:
+        if weights.mix is not None:
+            if self._slices is not matrix:  # the next block of the same slices costs O(G), not O(N)
                 (self._sums_GC,) = sums_over(self.blocks(), [Weights(matrix)], self.width)
                 self._slices = matrix
             return np.asarray(weights.mix @ self._sums_GC)
-        if values_NC is None or not isinstance(matrix, csr_array):
+        if values_NC is None or not isinstance(matrix, csr_array) or matrix.nnz >= self.n_rows or weights.base:
             return sums_over(self.blocks(), [weights], self.width)[0]
-        work = matrix.nnz * self.width
-        self._n_multiply_adds += work
-        use_torch = "torch" in sys.modules or (
-            self._n_multiply_adds >= TORCH_IMPORT_WORK and importlib.util.find_spec("torch") is not None
-        )
-        if work >= MIN_TORCH_WORK and use_torch:
-            from grasp.predict import sweep_torch  # noqa: PLC0415 - torch is loaded for large jobs only
-
-            sum_BC = sweep_torch.sums(values_NC, matrix)
-        elif matrix.nnz < self.n_rows:
-            # only the values of rows with an entry are converted to float64
-            rows_n, column = np.unique(matrix.indices, return_inverse=True)
-            compact_Bn = csr_array((matrix.data, column, matrix.indptr), shape=(matrix.shape[0], len(rows_n)))
-            sum_BC = np.asarray(compact_Bn @ values_NC[rows_n], dtype=np.float64)
-        else:
-            return sums_over(self.blocks(), [weights], self.width)[0]
-        # with base 1 the entries are corrections of the sum over the whole corpus
-        if not weights.base:
-            return sum_BC
-        if self._total_C is None:
-            self._total_C = values_NC.sum(axis=0, dtype=np.float64)
-        return weights.base * self._total_C + sum_BC
+        rows, data = (np.split(array, matrix.indptr[1:-1]) for array in (matrix.indices, matrix.data))
+        return np.stack([weight_n @ values_NC[row_n] for row_n, weight_n in zip(rows, data, strict=True)])
 
 
 def sums_over(blocks: Iterable[tuple[int, NDArray[Any]]], subsets: Sequence[Weights], width: int) -> list[F64]:

@@ -45,7 +45,7 @@ from grasp.predict.slices import (
     slice_effects,
 )
 from grasp.predict.weights import WeightedRows, in_blocks
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.report.example_rows import (
     ExampleRows,
     Figures,
@@ -83,6 +83,7 @@ NO_RUNS = Missing(
     "No retrained runs, so the agreement of predictions with retraining is unknown.",
     "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
 )
+NO_INTERVALS = "No intervals in the unit of the runs"
 NO_SELECTION = Missing(
     "No selection.", "Select rows with grasp select and pass the .json file next to its --out with --selection."
 )
@@ -177,11 +178,6 @@ class Findings:
     mixture: MixtureSummary | Missing
 
     @property
-    def name(self) -> str:
-        """Return the name of the artifact's directory."""
-        return Path(self.artifact_path).resolve().name
-
-    @property
     def missing(self) -> tuple[Missing, ...]:
         """Return the parts that are not available."""
         optional = (self.agreement, self.selection, self.mixture)
@@ -229,7 +225,7 @@ def collect_findings(
     Raises:
         SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     progress.stage("predictions", rows=None, tokens=None)
     targets = checked_targets(artifact, target)
     selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
@@ -245,7 +241,14 @@ def collect_findings(
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
-    outcomes = NO_RUNS if runs is None else _fit_outcomes(predictor, artifact, runs, partial=partial)
+    outcomes: OutcomePredictor | Missing = NO_RUNS  # predictions in the unit of the runs need finished development runs
+    if runs is not None and partial and runs.pending():
+        outcomes = Missing(f"{NO_INTERVALS}: they are unfinished.", "Finish them with grasp retrain.")
+    elif runs is not None:
+        try:
+            outcomes = fit_outcomes(predictor, artifact, runs)
+        except (ProtocolLeakError, RunsError) as err:
+            outcomes = Missing(f"{NO_INTERVALS}: {err}.", "Finished development runs are required.")
     complete_outcomes = None  # changes are in the unit of the runs only if every target has runs, all in one unit
     if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets):
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
@@ -297,18 +300,6 @@ def collect_findings(
 def display_unit(unit: str) -> str:
     """Return the unit of runs as the page names it."""
     return "nats per token" if unit == "nats" else unit
-
-
-def _fit_outcomes(
-    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns, *, partial: bool
-) -> OutcomePredictor | Missing:
-    """Fit predictions in the unit of the runs; they need finished development runs."""
-    if partial and runs.pending():
-        return Missing("No intervals in the unit of the runs: they are unfinished.", "Finish them with grasp retrain.")
-    try:
-        return fit_outcomes(predictor, artifact, runs)
-    except (ProtocolLeakError, RunsError) as err:
-        return Missing(f"No intervals in the unit of the runs: {err}.", "Finished development runs are required.")
 
 
 def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predictor) -> tuple[tuple[str, str], ...]:

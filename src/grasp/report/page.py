@@ -10,6 +10,7 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import grasp
@@ -22,7 +23,7 @@ from grasp.report.findings import Findings, Missing
 from grasp.report.payload import payload
 from grasp.report.views import View
 from grasp.runs.calibration import COVERAGE
-from grasp.text import MAX_CELL_CHARS, ending, json_text, name, plain, skipped_text, unique_names
+from grasp.text import MAX_CELL_CHARS, ending, json_text, name, plain, printable, skipped_text, unique_names
 
 jinja2 = require("jinja2", extra="report", feature="a report")
 markupsafe = require("markupsafe", extra="report", feature="a report")
@@ -52,8 +53,14 @@ def render(findings: Findings, live: str = "") -> str:
     data = json_text(payload(findings), None)  # &, < and > are escaped, so text cannot close the script element
     for sign in "&<>":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    targets = unique_names(findings.targets, MAX_CELL_CHARS)
+    targets, artifact_name = unique_names(findings.targets, MAX_CELL_CHARS), Path(findings.artifact_path).resolve().name
     fidelity = views.fidelity(findings)
+    # trusted questions that the corpus contains, and notes on the runs, each once
+    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
+    if not isinstance(findings.outcomes, Missing):
+        warnings += findings.outcomes.notes
+    elif findings.runs is not None and findings.labels:
+        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
     absent = {
         "whatif": not findings.labels,
         "slices": not findings.labels,
@@ -62,7 +69,7 @@ def render(findings: Findings, live: str = "") -> str:
 
     page: str = template().render(
         findings=findings,
-        title=f"{name(findings.name)}: data attribution report",
+        artifact=name(artifact_name),
         version=grasp.__version__,
         live=live,
         policy=(  # no network except the server of the page, and no script except the one with this hash
@@ -76,11 +83,11 @@ def render(findings: Findings, live: str = "") -> str:
         targets=targets,
         target_options=[[str(t), target] for t, target in enumerate(targets)],
         label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
-        labels=[views.slices(label, targets) for label in findings.labels],
+        labels=[views.slices(label) for label in findings.labels],
         headline=views.headline(findings, targets),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),
-        warnings=_warnings(findings),
+        warnings=[plain(note) for note in dict.fromkeys(warnings)],
         rows=_rows(findings, targets),
         fidelity=fidelity,
         selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
@@ -90,16 +97,6 @@ def render(findings: Findings, live: str = "") -> str:
         **_commands(findings),
     )
     return page
-
-
-def _warnings(findings: Findings) -> list[str]:
-    """Return trusted questions that the corpus contains, and notes on the runs, each once."""
-    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
-    if not isinstance(findings.outcomes, Missing):
-        warnings += findings.outcomes.notes
-    elif findings.runs is not None and findings.labels:
-        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
-    return [plain(note) for note in dict.fromkeys(warnings)]
 
 
 def _interval_note(findings: Findings) -> str:
@@ -132,10 +129,7 @@ def template() -> Any:
         escaped = str(markupsafe.escape(text))
         return markupsafe.Markup(escaped.replace("_", "_<wbr>").replace("/", "/<wbr>"))
 
-    def lines(text: str) -> str:
-        return "\n".join(plain(line, 2_000) if line.strip() else "" for line in text.splitlines())
-
-    jinja.filters |= {"plain": plain, "name": name, "ending": ending, "lines": lines, "breakable": breakable}
+    jinja.filters |= {"plain": plain, "name": name, "ending": ending, "printable": printable, "breakable": breakable}
     return jinja.get_template("page.html")
 
 

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    Endpoint = Callable[[Request], Response]
-
-
 Answer = dict[str, Any]
 
 MAX_ROWS = 1000  # rows of an answer
@@ -249,16 +246,6 @@ def web(
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     service = QueryService(artifact, bound_runs, model)
 
-    def same_site(endpoint: "Endpoint") -> "Endpoint":
-        """Reject requests that a page of another site makes."""
-
-        def guarded(request: "Request") -> "Response":
-            if request.headers.get("sec-fetch-site", "none") not in ALLOWED_FETCH_SITES:
-                return PlainTextResponse("error: cross-site request", 403, headers=HEADERS)
-            return endpoint(request)
-
-        return guarded
-
     @functools.cache
     def page() -> str:
         command = f"grasp serve {artifact.location}"
@@ -267,13 +254,15 @@ def web(
             live="/api",
         )
 
-    def report(request: "Request") -> "Response":
-        try:
-            return HTMLResponse(page(), headers=HEADERS)
-        except GraspError as err:
-            return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
-
-    def api(request: "Request") -> "Response":
+    def endpoint(request: "Request") -> "Response":
+        if request.headers.get("sec-fetch-site", "none") not in ALLOWED_FETCH_SITES:  # a page of another site asks
+            return PlainTextResponse("error: cross-site request", 403, headers=HEADERS)
+        verb = request.path_params.get("verb")
+        if verb is None:
+            try:
+                return HTMLResponse(page(), headers=HEADERS)
+            except GraspError as err:
+                return PlainTextResponse(f"error: {plain(err)}", 400, headers=HEADERS)
         query = request.query_params
         values_by_name = {name: [value for value in query.getlist(name) if value.strip()] for name in query}
         arguments = {
@@ -281,14 +270,11 @@ def web(
             for name, values in values_by_name.items()
             if values  # an empty argument counts as absent
         }
-        answer, status = respond(service, request.path_params["verb"], arguments)
+        answer, status = respond(service, verb, arguments)
         return Response(json_text(answer, None), status, headers=HEADERS, media_type="application/json")
 
     return Starlette(
-        routes=[
-            Route("/", same_site(report), methods=["GET"]),
-            Route("/api/{verb}", same_site(api), methods=["GET"]),
-        ],
+        routes=[Route(path, endpoint, methods=["GET"]) for path in ("/", "/api/{verb}")],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=ALLOWED_HOSTS, www_redirect=False)],
     )
 

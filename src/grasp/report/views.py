@@ -13,9 +13,9 @@ from grasp import text
 from grasp.arrays import F64, Integers
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
-from grasp.runs.calibration import N_DRAWS, OUTSIDE
+from grasp.runs.calibration import N_DRAWS
 from grasp.runs.evaluation import MethodResult
-from grasp.runs.metrics import Estimate, TargetMetrics
+from grasp.runs.metrics import Estimate
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
 
@@ -54,16 +54,13 @@ def interval(low: float, high: float, digits: int = 3) -> str:
     return "" if isnan(low) or isnan(high) else f"[{signed(low, digits)}, {signed(high, digits)}]"
 
 
-def _bar_scale(value: F64) -> float:
-    """Return the value at which a bar has full length: the largest magnitude plus a margin."""
-    return max(float(np.nanmax(np.abs(value), initial=0.0)), 1e-9) * 1.15
+def _bars(value: F64, low: F64, high: F64) -> list[View]:
+    """Return centred bars, on one scale, for the changes if slices are dropped.
 
-
-def _bar(value: float, low: float, high: float, scale: float) -> View:
-    """Return a centred bar for the change if a slice is dropped; negative (left) means that the slice helps.
-
-    The bar is coloured if the interval excludes zero.
+    A bar to the left (negative) means that the slice helps. It is coloured if the interval excludes zero.
     """
+    # the value at which a bar has full length: the largest magnitude plus a margin
+    scale = max(float(np.nanmax(np.abs(value), initial=0.0)), 1e-9) * 1.15
 
     def span(start: float, stop: float) -> str:
         if isnan(start) or isnan(stop):
@@ -71,14 +68,17 @@ def _bar(value: float, low: float, high: float, scale: float) -> View:
         left, right = (50.0 + 50.0 * max(-1.0, min(1.0, end / scale)) for end in (start, stop))
         return f"left:{left:.1f}%;width:{right - left:.1f}%"
 
-    return {
-        "data": "" if isnan(value) else f"{value:.6g}",
-        "value": signed(value),
-        "interval": interval(low, high),
-        "kind": "helps" if high < 0 else "hurts" if low > 0 else "unsure",
-        "bar": span(*sorted((0.0, 0.0 if abs(value) < 5e-4 else value))),  # no bar if the value rounds to zero
-        "whisker": span(low, high),
-    }
+    return [
+        {
+            "data": "" if isnan(change) else f"{change:.6g}",
+            "value": signed(change),
+            "interval": interval(least, most),
+            "kind": "helps" if most < 0 else "hurts" if least > 0 else "unsure",
+            "bar": span(*sorted((0.0, 0.0 if abs(change) < 5e-4 else change))),  # no bar if the value rounds to zero
+            "whisker": span(least, most),
+        }
+        for change, least, most in zip(value.ravel(), low.ravel(), high.ravel(), strict=True)
+    ]
 
 
 def headline(findings: Findings, targets: Sequence[str]) -> View:
@@ -128,12 +128,12 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
             label = findings.labels[0]
             sign_G1, by_relevance = label.signs([t])
             dropped = label.by_relevance if by_relevance else label.dropped
-            change_G, low_G, high_G = dropped.value_GT[:, t], dropped.low_GT[:, t], dropped.high_GT[:, t]
+            change_G = dropped.value_GT[:, t]
             order = np.argsort(change_G, kind="stable").tolist()
             # the largest and the smallest changes, most helpful slice first
             shown = order if len(order) <= 2 * BARS_PER_END else order[:BARS_PER_END] + order[-BARS_PER_END:]
-            scale = _bar_scale(change_G[shown])
-            bars = [{"name": label.names[g]} | _bar(change_G[g], low_G[g], high_G[g], scale) for g in shown]
+            views = _bars(change_G[shown], dropped.low_GT[shown, t], dropped.high_GT[shown, t])
+            bars = [{"name": label.names[g]} | view for g, view in zip(shown, views, strict=True)]
             answer |= _named_slices(label, sign_G1[:, 0], change_G) | {"bars": bars, "by_relevance": by_relevance}
         answers.append(answer | {"gain": _gain(findings, t), "agreement": _agreement(findings, findings.targets[t])})
     units = {answer["gain"]["unit"] for answer in answers}
@@ -150,21 +150,16 @@ def _gain(findings: Findings, t: int) -> View:
             share = selection.rows / findings.n_rows
             if selection.documents is not None:
                 subset = f"the best {selection.documents:,} documents"
-            outside_note = next((note for note in selection.notes if note.startswith(OUTSIDE)), "")
-            outside = outside_note.partition(" (")[2].removesuffix(")")
-            if change.nats is None:
-                unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
+            unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
+            ends: tuple[float | None, ...] = change.change, None, None
+            if change.nats is not None:
+                ends = change.nats, change.nats_low, change.nats_high
+                unit = display_unit(plain(selection.runs_unit or "nats"))
+            elif change.expected is not None:
                 ends = change.expected, change.expected_low, change.expected_high
-                value, low, high = (nan if end is None else end for end in ends)
-                if isnan(value):
-                    value = nan if change.change is None else change.change
-                else:
-                    unit += " on other questions"
-                gain = PredictedGain(value, unit, low, high, outside)
-            else:
-                runs_unit = selection.runs_unit or "nats"
-                low, high = (nan if end is None else end for end in (change.nats_low, change.nats_high))
-                gain = PredictedGain(change.nats, display_unit(plain(runs_unit)), low, high, outside)
+                unit += " on other questions"
+            value, low, high = (nan if end is None else end for end in ends)
+            gain = PredictedGain(value, unit, low, high, selection.outside)
     return {
         "subset": subset or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
         "value": signed(gain.value, 2),
@@ -195,22 +190,24 @@ def _agreement(findings: Findings, target: str) -> str:
     return f"Rank correlation with {models}: {number(rho, 2)}{relative}{caveat}."
 
 
-def slices(label: LabelFindings, targets: Sequence[str]) -> View:
-    """Return the table of a label, one row per slice."""
-    names, dropped = label.names, label.dropped
-    mean_G, scale = dropped.value_GT.mean(axis=1), _bar_scale(dropped.value_GT)
-    lines = []
-    for g in np.argsort(mean_G, kind="stable").tolist():
-        ends = zip(dropped.value_GT[g], dropped.low_GT[g], dropped.high_GT[g], strict=True)
-        cells = [_bar(*end, scale) for end in ends]
-        if len(targets) > 1:
-            cells.append(_bar(mean_G[g], nan, nan, scale))
-        lines.append({"g": g, "name": names[g], "rows": label.slices.slices[g].rows, "cells": cells})
+def slices(label: LabelFindings) -> View:
+    """Return the table of a label, one row per slice, the most helpful one first."""
+    dropped, n_targets = label.dropped, label.dropped.value_GT.shape[1]
+    bars = _bars(dropped.value_GT, dropped.low_GT, dropped.high_GT)
+    lines = [
+        {
+            "g": g,
+            "name": label.names[g],
+            "rows": label.slices.slices[g].rows,
+            "cells": bars[g * n_targets : (g + 1) * n_targets],
+        }
+        for g in np.argsort(dropped.value_GT.mean(axis=1), kind="stable").tolist()
+    ]
     return {
         "title": plain(label.slices.label, 40),
         "lines": lines,
         "grouped": label.slices.n_grouped and f"{label.slices.n_grouped:,}",
-        "last": names[-1],
+        "last": label.names[-1],
     }
 
 
@@ -277,10 +274,8 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
     low_KT, high_KT = curve.rho_KT - curve.std_KT, curve.rho_KT + curve.std_KT
     least = min(0.0, float(low_KT.min(initial=0.0)))
     left_K = np.linspace(LEFT + 10, RIGHT - 10, len(curve.counts))
-
-    def top(rho: float) -> str:
-        return f"{BOTTOM - (BOTTOM - TOP) * (min(rho, 1.0) - least) / (1.0 - least):.1f}"
-
+    slope = (BOTTOM - TOP) / (1.0 - least)  # pixels per unit of rho; at most 1 is shown
+    top_3KT = BOTTOM - slope * (np.minimum(np.stack([curve.rho_KT, low_KT, high_KT]), 1.0) - least)
     views = []
     for target, t in findings.outcomes.task_by_target.items():
         row = next((row for row in default_method.targets if row.target.partition("@")[0] == target), None)
@@ -290,10 +285,10 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
             {
                 "caption": f"{name(target)}: rho " + ", ".join(ends).replace(" with 0 runs", " without runs"),
                 "dots": [
-                    [f"{x:.1f}", *(top(float(rho_KT[k, t])) for rho_KT in (curve.rho_KT, low_KT, high_KT)), count]
+                    [f"{x:.1f}", *(f"{pixel:.1f}" for pixel in top_3KT[:, k, t]), count]
                     for k, (x, count) in enumerate(zip(left_K, curve.counts, strict=True))
                 ],
-                "ceiling": None if ceiling is None else top(ceiling),
+                "ceiling": None if ceiling is None else f"{BOTTOM - slope * (min(ceiling, 1.0) - least):.1f}",
                 "y0": signed(least, 1) if least else "0",
                 "line": [name(target), *(signed(float(rho), 2) for rho in curve.rho_KT[:, t])],
             }
@@ -302,14 +297,15 @@ def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
 
 
 def _fidelity_lines(result: MethodResult) -> list[View]:
-    def line(target: str, row: TargetMetrics) -> View:
-        shown = {key: _cell(row[metric]) for key, metric in METRICS.items()}
-        return {"method": name(result.method), "target": target, "units": row.n_units} | shown
-
-    lines = [line(name(result.marked(row.target)), row) for row in result.targets]
-    if len(result.targets) > 1:
-        lines.append(line(result.mean.target, result.mean))
-    return lines
+    """Return one table row per target, and their mean if there are several."""
+    rows = [(name(result.marked(row.target)), row) for row in result.targets]
+    if len(rows) > 1:
+        rows.append((result.mean.target, result.mean))
+    return [
+        {"method": name(result.method), "target": target, "units": row.n_units}
+        | {key: _cell(row[metric]) for key, metric in METRICS.items()}
+        for target, row in rows
+    ]
 
 
 def _estimate(estimate: Estimate) -> str:

@@ -9,11 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 import grasp
-from grasp.artifact.label_table import LabelTable
+from grasp.artifact.label_table import LabelTable, RowBatches
 from grasp.corpus import RowStore
 from grasp.corpus.sources import open_source
 from grasp.errors import RunsError, SettingsError, SubsetError
@@ -27,7 +26,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
-from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RetrainedRunsInfo, TargetInfo
+from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RunsInfo, TargetInfo
 from grasp.settings import ModelSettings, RetrainSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
@@ -79,7 +78,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
             recipe_record = {"model": settings.model.path, "loss": loss}
             recipe_record |= fine_tuning_recipe(settings).model_dump(mode="json")
         family = FamilyInfo(spec=str(parse_family(settings.family)), seed=settings.family_seed, purpose=PURPOSE)
-        info = RetrainedRunsInfo(
+        info = RunsInfo(
             role=settings.role,
             held_out_targets=settings.held_out_targets,
             recipe=recipe.name,
@@ -254,16 +253,18 @@ def _subsets(
     if settings.subsets:
         blocks = read_subsets(settings.subsets, rows)
     else:
-
-        def label_batches(names: list[str]) -> Iterator[pa.RecordBatch]:
-            for k in range(store.n_shards):
-                yield from store.read_columns(k, names).to_batches()
-
-        family = parse_family(settings.family)
-        label, labels = family.label, None
-        if label is not None:
-            schema, n_rows = store.table(0).schema, store.n_rows
-            labels = LabelTable.from_batches(schema, n_rows, label_batches).column(label, "family")
+        family, labels = parse_family(settings.family), None
+        if family.label is not None:
+            table = LabelTable(
+                RowBatches(
+                    store.table(0).schema,
+                    store.n_rows,
+                    lambda names: (
+                        batch for k in range(store.n_shards) for batch in store.read_columns(k, names).to_batches()
+                    ),
+                )
+            )
+            labels = table.column(family.label, "family")
         n_rows, seed = store.n_rows, settings.family_seed
         blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
     for block in blocks:

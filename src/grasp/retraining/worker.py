@@ -23,12 +23,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.sparse import csr_array
+from transformers import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
 from grasp.corpus import RowStore
 from grasp.errors import GraspError, ModelError, SettingsError
-from grasp.files import atomic_path, discard
+from grasp.files import atomic_path, discard, write_atomically
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
@@ -44,7 +45,7 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import FAILED_DIRECTORY, RetrainedRuns
 from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run
 from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
@@ -108,14 +109,14 @@ def retrain(
         GraspError: settings are invalid (before any training); a run diverged; `out` has a retraining with other
             settings; or all runs of the train command failed. Finished runs are never lost.
     """
-    report = progress or _ignore_status
+    report = progress or (lambda _: None)
     if jobs is not None and settings.train_command is None:
         raise SettingsError("print_jobs: requires a train command; add --train-command")
     settings = fitted_lengths(settings)
     if settings.train == "further" and (notes := fine_tuning_recipe(settings).notes):
         report(RetrainStatus("recipe", note="\n".join(notes)))
     retrained = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
-    retrained.forget_failures()
+    discard(retrained.path / FAILED_DIRECTORY)  # failed runs are retried
     clock = _Clock(retrained)
     if jobs is not None:
         assert settings.train_command is not None
@@ -132,7 +133,7 @@ def retrain(
         cluster = replace(cluster, workers=cluster.workers or settings.workers, threads=threads)
         settings = settings.model_copy(update={"threads": threads})
         with connected(cluster) as connection:
-            tasks = connection.tasks(fill, settings, retrained.path.resolve(), _ignore_status)
+            tasks = connection.tasks(fill, settings, retrained.path.resolve())
             while not connection.done(tasks, POLL_SECONDS):
                 report(clock.status(len(retrained.pending())))
         report(clock.status(len(retrained.pending())))
@@ -141,26 +142,32 @@ def retrain(
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [pool.submit(fill, settings, retrained.path, _ignore_status) for _ in range(workers)]
+            futures = [pool.submit(fill, settings, retrained.path) for _ in range(workers)]
             while not all(future.done() for future in futures):
                 report(clock.status(len(retrained.pending())))
                 time.sleep(POLL_SECONDS)
             for future in futures:
                 future.result()  # raises the first error of a worker
-    retrained.refuse_all_failed()
+    if len(retrained.failures()) == len(retrained.runs()):
+        raise ModelError(f"{retrained.path}: {retrained.failed_line()}")
     return RetrainedRuns.open(out)
 
 
-def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
+def fill(settings: RetrainSettings, out: Path, progress: Progress | None = None) -> None:
     """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
+    report = progress or (lambda _: None)
     worker = Worker(settings, RetrainedRuns.open(out))
-    retrained, steps = worker.retrained, worker.steps
+    retrained = worker.retrained
     words = command_words(settings.train_command) if settings.train_command else None
+    if settings.train == "further":
+        steps = fine_tuning_recipe(settings).steps(worker.store.n_rows)
+    else:
+        steps = 0 if words else worker.recipe.steps
     clock = _Clock(retrained)
     times: list[float] = []  # ends of the first steps, the first of which includes one-time costs
 
     def step_done(step: int, run: Run, left: int) -> None:
-        progress(clock.status(left, run.stem, step, steps))
+        report(clock.status(left, run.stem, step, steps))
         if words is not None or len(times) > min(TIMED_STEPS, steps - 1):
             return
         if torch.device(worker.device).type == "cuda":
@@ -175,12 +182,12 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
             f"{left:,} runs of {steps:,} steps; estimated from the first steps: {duration_text(run_seconds)} per run, "
             f"{duration_text(left * run_seconds / workers)} in total{with_workers}; run the same command to resume"
         )
-        progress(RetrainStatus("cost", note=cost))
+        report(RetrainStatus("cost", note=cost))
 
     while pending := retrained.untried():
         claim = retrained.claim(ttl=settings.lease_seconds)
         if claim is None:
-            progress(clock.status(len(pending)))
+            report(clock.status(len(pending)))
             time.sleep(POLL_SECONDS)  # other workers hold the remaining runs; one of them may die
             continue
         run, lease = claim
@@ -193,7 +200,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress) -> None:
     left = len(retrained.pending())
     if not left:
         retrained.compact()
-    progress(clock.status(left))
+    report(clock.status(left))
 
 
 class Worker:
@@ -214,13 +221,6 @@ class Worker:
     def tokens(self) -> list[UnitTokens]:
         """Return the tokens of the units of every target and loss, in the order of the results."""
         return recorded_units(self.settings, self.recipe, self.tokenizer)[1]
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of a run on the whole corpus; 0 for a train command."""
-        if self.settings.train == "further":
-            return fine_tuning_recipe(self.settings).steps(self.store.n_rows)
-        return 0 if self.settings.train_command else self.recipe.steps
 
     @cached_property
     def subsets(self) -> dict[str, csr_array]:
@@ -247,31 +247,37 @@ class Worker:
         Raises:
             ModelError: the run diverged.
         """
-        train_and_score = self._further_utility if self.settings.train == "further" else self._new_utility
+        is_whole, is_further = run.subset_id == WHOLE_CORPUS_RUN, self.settings.train == "further"
+        reference = self.retrained.path / "reference" / f"seed-{run.seed}"
+        model: PreTrainedModel
         try:
-            return train_and_score(run, progress)
+            if is_further:
+                model = self._further.train(self.weights(run), run.seed, progress)
+            else:
+                checkpoints = self.settings.checkpoints
+                if checkpoints is None:
+                    checkpoints = tuple(sorted({self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)} - {0}))
+                model = train(
+                    self.recipe,
+                    self.store,
+                    seed=run.seed,
+                    retained=None if is_whole else self.weights(run),
+                    tokenizer=self.tokenizer,
+                    out=reference if is_whole else None,
+                    checkpoints=checkpoints if is_whole else (),
+                    device=self.device,
+                    progress=progress,
+                ).model
+            utility_E: F64 = -evaluate_units(model, self.tokens)
         except ModelError as err:
             raise ModelError(f"{self.retrained.path}: run {run.stem}: {err}") from err
-
-    def _new_utility(self, run: Run, progress: Callable[[int], None]) -> F64:
-        """Train a model from scratch on the rows of a run, and return the utility of every unit, (E,)."""
-        checkpoints = self.settings.checkpoints
-        if checkpoints is None:
-            steps = {self.recipe.steps * eighth // 8 for eighth in (1, 3, 5, 7)}
-            checkpoints = tuple(sorted(steps - {0}))
-        is_whole = run.subset_id == WHOLE_CORPUS_RUN
-        trained = train(
-            self.recipe,
-            self.store,
-            seed=run.seed,
-            retained=None if is_whole else self.weights(run),
-            tokenizer=self.tokenizer,
-            out=self.retrained.path / "reference" / f"seed-{run.seed}" if is_whole else None,
-            checkpoints=checkpoints if is_whole else (),
-            device=self.device,
-            progress=progress,
-        )
-        return np.asarray(-evaluate_units(trained.model, self.tokens))
+        if is_whole and is_further:
+            discard(reference)
+            reference.parent.mkdir(exist_ok=True)
+            with atomic_path(reference) as part:
+                model.save_pretrained(part)
+                self.tokenizer.tokenizer.save_pretrained(part)
+        return utility_E
 
     @cached_property
     def _further(self) -> FurtherTraining:
@@ -283,19 +289,6 @@ class Worker:
         model, _ = make_trainable(reader.model, reader.frozen, recipe, seed=0)
         return FurtherTraining(model, recipe, self.store)
 
-    def _further_utility(self, run: Run, progress: Callable[[int], None]) -> F64:
-        """Train the model of the settings further on the rows of a run, and return the utility of every unit, (E,)."""
-        model = self._further.train(self.weights(run), run.seed, progress)
-        utility_E: F64 = -evaluate_units(model, self.tokens)
-        if run.subset_id == WHOLE_CORPUS_RUN:
-            directory = self.retrained.path / "reference" / f"seed-{run.seed}"
-            discard(directory)
-            directory.parent.mkdir(exist_ok=True)
-            with atomic_path(directory) as part:
-                model.save_pretrained(part)
-                self.tokenizer.tokenizer.save_pretrained(part)
-        return utility_E
-
     def by_command(self, run: Run, words: Sequence[str]) -> None:
         """Train a run by the user's command, and write its result or the reason of its failure."""
         directory = self.retrained.path
@@ -304,7 +297,8 @@ class Worker:
             utility_E = utility_by_command(words, run, weight_N, directory, self.tokenizer, self.tokens, self.device)
             self.retrained.write_run(run, utility_E)
         except GraspError as err:
-            self.retrained.mark_failed(run, str(err))
+            (directory / FAILED_DIRECTORY).mkdir(exist_ok=True)
+            write_atomically(directory / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(str(err).split()).encode())
 
 
 class _Clock:
@@ -322,7 +316,3 @@ class _Clock:
         elapsed = time.monotonic() - self._started_at
         seconds_left = elapsed / finished * (left - partial) if finished > 0 else None
         return RetrainStatus("runs", self._total - left, self._total, running, step, steps, seconds_left)
-
-
-def _ignore_status(_: RetrainStatus) -> None:
-    return

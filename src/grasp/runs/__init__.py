@@ -3,13 +3,14 @@
 Input: retrained or imported runs. Output: agreement of predictions with runs, and predictions with intervals. Modules
 in reading order (`grasp.api.evaluate` is the public function; `grasp.retraining` creates runs):
 
-    training_runs     `TrainingRuns`: subsets and utilities of trained models, of whatever origin
-    retrained         `RetrainedRuns`: retrained runs in a directory; `utility_tables` has the format of their utilities
+    training_runs     `TrainingRuns`: subsets and utilities of trained models, of whatever origin, and their record
+    utility_tables    the table of results of all runs, and its files
+    retrained         `RetrainedRuns`: retrained runs in a directory
     table             `RunTable`: imported runs; `import_runs` reads them from tables, and `metric_names` has what the
                       name of a metric says
-    imported_runs     `ImportedRuns`: imported runs in the rows and targets of an artifact
+    imported_runs     express imported runs in the rows and targets of an artifact
     alignment         `Alignment`: runs matched with an artifact, with their subsets in its rows
-    predictions       predictions of subsets, and files of them
+    predictions       predictions of subsets
     evaluation        metrics of predictions on runs; `metrics` has the mathematics
     calibration       predictions in the unit of the runs with intervals; `gaussian_process` has the mathematics, in
                       `subset_features`, `subset_covariance` and `marginal_likelihood`

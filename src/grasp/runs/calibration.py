@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -20,7 +20,7 @@ from grasp.arrays import F64, I32, Integers
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_amounts, row_tokens, suggest_labels
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.predict.predictor import SIMILARITY_SKETCHES, KernelRelevance, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, task_kernels
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
@@ -29,11 +29,9 @@ from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metric_names import metric_kinds
 from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import RunTable, constant_note
+from grasp.runs.table import constant_note
 from grasp.runs.training_runs import TrainingRuns
 from grasp.seeds import stream
-
-Sketch = TypeVar("Sketch", RowSums, F64)
 
 COVERAGE = 0.9  # of intervals
 # Weight of the deviations of rows' relevance from the mean of their slice: experiments/exposure.
@@ -103,7 +101,7 @@ class SubsetFeaturizer:
     is 1, because there the deviations do predict which rows of a slice help.
 
     Attributes:
-        predictor: predictor of the targets of the runs.
+        predictor: predictor of the targets of the runs, with `SIMILARITY_SKETCHES`.
         slice_rows: indicator of the slice of each row under the first label.
         amounts: amount of each row in its slice, in what the shares of the runs are shares of; one per label.
         kernels: relevance of each kernel.
@@ -140,19 +138,16 @@ class SubsetFeaturizer:
         slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         codes = [(of_label.codes_N, len(of_label.slices)) for of_label in slices]
         amounts = tuple(_amounts(codes_N, n, row_amounts(artifact, measure, codes_N)) for codes_N, n in codes)
-        prefix, negative_factor = "relevance_", predictor.protocol.negative_factor
-        names = [name.removeprefix(prefix) for name in artifact.array_names if name.startswith(prefix)]
-        kernels = tuple(
-            KernelRelevance.for_tasks(artifact, name, predictor.units, negative_factor(name), 1.0).relevance
-            for name in names
-        )
+        factors = dict.fromkeys(artifact.kernels, 1.0)
+        read = task_kernels(artifact, predictor.protocol, predictor.units, factors)
+        names, kernels = list(read), tuple(kernel.relevance for kernel in read.values())
         codes_N = slices[0].codes_N if slices else np.zeros(predictor.n_rows, dtype=np.int32)
         slice_weights = slices[0].each if slices else Weights.from_slices(codes_N, 1)
         n_rows_G1 = slice_weights.sizes[:, None]
         slice_rows = _amounts(codes_N, len(n_rows_G1), np.ones(len(codes_N)))
         effect_GT = predictor.task.effects.sums(slice_weights) / n_rows_G1
         kernel_GTM = np.stack([relevance.sums(slice_weights) / n_rows_G1 for relevance in kernels], axis=2)
-        sketches = [sketch.sums(slice_weights) for sketch in _similarity_sketches(predictor.sketches)]
+        sketches = [sketch.sums(slice_weights) for sketch in predictor.sketches.values()]
         sketch_GD = np.concatenate([np.empty((len(n_rows_G1), 0)), *sketches], axis=1) / n_rows_G1
         within_slice_weight = 1.0 if "gradient" in names else WITHIN_SLICE_WEIGHT
         return cls(
@@ -165,14 +160,16 @@ class SubsetFeaturizer:
         effective_weights = self.predictor.effective_weights(weights)  # repeated rows count with diminishing returns
         effective_B1 = effective_weights.sums[:, None]
         empty_B0 = np.empty((len(effective_B1), 0))
-        sketches = _similarity_sketches(sums.sketch)
         slice_weight_BG = self.slice_rows.sums(effective_weights)
         # Each feature is computed twice: from the rows, and with every row replaced by the mean of its slice.
         relevance_BT = self.predictor.change_of(sums)
         slice_relevance_BT = self.predictor.change_of(replace(sums, effect_BT=slice_weight_BG @ self.effect_GT))
         kernel_BTM = np.stack([relevance.sums(effective_weights) / effective_B1 for relevance in self.kernels], axis=2)
         slice_kernel_BTM = np.einsum("bg,gtm->btm", slice_weight_BG / effective_B1, self.kernel_GTM)
-        sketch_BD, slice_sketch_BD = np.concatenate([empty_B0, *sketches], axis=1), slice_weight_BG @ self.sketch_GD
+        sketch_BD, slice_sketch_BD = (
+            np.concatenate([empty_B0, *sums.sketch.values()], axis=1),
+            slice_weight_BG @ self.sketch_GD,
+        )
         amounts = (of_label.sums(weights) for of_label in self.amounts)
         shares = (amount_BG / amount_BG.sum(axis=1, keepdims=True) for amount_BG in amounts)
         return SubsetFeatures(
@@ -198,8 +195,7 @@ class SubsetFeaturizer:
         relevance_N = np.asarray(effect_NT @ (slope.relevance_BT[0] * repetition_factor), np.float64)
         for relevance, slope_T in zip(self.kernels, slope.kernel_BTM[0].T, strict=True):
             relevance_N += relevance.dot(slope_T)
-        sketches = _similarity_sketches(self.predictor.sketches)
-        for sketch, slope_D in _split_coefficients(slope.sketch_BD[0], sketches):
+        for sketch, slope_D in _split_coefficients(slope.sketch_BD[0], tuple(self.predictor.sketches.values())):
             relevance_N += sketch.dot(slope_D)
         within_slice_N = np.asarray(effect_NT @ (slope.within_slice_BT[0] * repetition_factor), np.float64)
         contribution_N = self._shrink(relevance_N, self._slice_means(relevance_N))
@@ -268,14 +264,14 @@ class OutcomePredictor:
     def predict(self, weights: Weights) -> PredictedChanges:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
-        mean_BT, half_width_BT = self._change(features, corpus)
+        expected_BT, half_width_BT = self._change(features, corpus)
         distance_B = self.gaussian_process.relative_distance(features, corpus)
         outside = [
             f"{distance:.1f} times as far from the corpus as any run" if distance > MAX_DISTANCE_INSIDE else ""
             for distance in distance_B
         ]
-        expected, half_width = self._select_targets(mean_BT), self._select_targets(half_width_BT)
-        return PredictedChanges(expected, expected - half_width, expected + half_width, tuple(outside), self.unit)
+        low_BT, high_BT = expected_BT - half_width_BT, expected_BT + half_width_BT
+        return PredictedChanges(expected_BT, low_BT, high_BT, tuple(outside), self.unit)
 
     def row_gradients(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant.
@@ -289,7 +285,7 @@ class OutcomePredictor:
 
         def weighted_change(features: SubsetFeatures) -> F64:
             mean_BT, half_width_BT = self._change(features, corpus)
-            value_BT = self._select_targets(mean_BT - half_width_BT if cautious else mean_BT)
+            value_BT = mean_BT - half_width_BT if cautious else mean_BT
             return np.asarray(np.nan_to_num(value_BT) @ weights_T)
 
         features = self.featurizer.features(weights)
@@ -297,16 +293,13 @@ class OutcomePredictor:
         return self.featurizer.row_contributions(slope, weights)
 
     def _change(self, features: SubsetFeatures, corpus: SubsetFeatures) -> tuple[F64, F64]:
-        """Return the change relative to the corpus and half the width of its interval, for all tasks."""
-        mean_BT, std_BT = self.gaussian_process.change(features, corpus)
-        return mean_BT, self.gaussian_process.quantile(COVERAGE) * std_BT
-
-    def _select_targets(self, predicted_BT: F64) -> F64:
-        """Select the requested targets from all tasks; nan for a target without runs."""
-        selected_BT = np.full((len(predicted_BT), len(self.targets)), np.nan)
+        """Return the change relative to the corpus and half the width of its interval; nan if a target has no runs."""
+        mean_BJ, std_BJ = self.gaussian_process.change(features, corpus)  # J: tasks of the Gaussian process
+        change_BT, half_width_BT = np.full((2, len(features), len(self.targets)), np.nan)
         for target, task in self.task_by_target.items():
-            selected_BT[:, self.targets.index(target)] = predicted_BT[:, task]
-        return selected_BT
+            change_BT[:, self.targets.index(target)] = mean_BJ[:, task]
+            half_width_BT[:, self.targets.index(target)] = self.gaussian_process.quantile(COVERAGE) * std_BJ[:, task]
+        return change_BT, half_width_BT
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +343,7 @@ def learning_curve(predictor: OutcomePredictor) -> LearningCurve | None:
     return LearningCurve(tuple([0, *counts][k] for k in defined), rho.mean(axis=1), rho.std(axis=1, ddof=1))
 
 
-def fit_outcomes(
-    predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str
-) -> OutcomePredictor:
+def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> OutcomePredictor:
     """Fit a predictor of changes in the unit of the runs.
 
     Args:
@@ -382,7 +373,8 @@ def fit_outcomes(
 
     runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
     labels = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
-    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), training_runs.share_measure)
+    measure = training_runs.info.measure if training_runs.info.kind == "shares" else "rows"
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), measure)
     blocks = [featurizer.features(block.weights) for block in alignment.blocks]
     reference_ST = training_runs.task_reference(list(targets.values()))
     if len(reference_ST) == utility_RST.shape[1]:  # trained on the whole corpus with every seed: one more run
@@ -438,11 +430,6 @@ def _fit_notes(
     if missing := [name for name in predictor.units.targets if name not in targets]:
         notes.append(f"no runs for {', '.join(missing)}, so no prediction in the unit of the runs")
     return notes
-
-
-def _similarity_sketches(sketches: Mapping[str, Sketch]) -> list[Sketch]:
-    """Return the sketches that measure the similarity of rows."""
-    return [sketch for name, sketch in sketches.items() if name in SIMILARITY_SKETCHES]
 
 
 def _split_coefficients(coefficient_D: F64, columns: Sequence[RowSums]) -> Iterator[tuple[RowSums, F64]]:

@@ -9,7 +9,7 @@ Shape letters: B subsets, S seeds, E units, R resamples of the subsets.
 import csv
 import io
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -21,7 +21,6 @@ from grasp.runs.metrics import (
     CEILINGS,
     METRICS,
     RESAMPLES,
-    Estimate,
     TargetMetrics,
     average,
     noise_ceilings,
@@ -114,20 +113,9 @@ class Evaluation(Result):
 
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
-        heading, *body = self._table_lines()
-        text, group = [plain(self.headline), heading[1]], "predictor"
-        for method_role, line in body:
-            if method_role != group:
-                text.append(GROUP_HEADINGS[method_role])
-                group = method_role
-            text.append(line)
-        return "\n".join([*text, *map(plain, self._explanations())])
-
-    def _table_lines(self) -> list[tuple[MethodRole, str]]:
-        """Return the aligned lines of the printed table, each with the role of its method; first the headings."""
         with_cost = any(result.predictions.cost is not None for result in self.methods)
         group_order: list[MethodRole] = ["predictor", *GROUP_HEADINGS]
-        roles: list[MethodRole] = ["predictor"]
+        roles: list[MethodRole] = []
         rows: list[list[str]] = []
         for result in sorted(self.methods, key=lambda result: group_order.index(result.predictions.method_role)):
             cost, cost_cells = result.predictions.cost, ["-", "-"]  # the cells of `COST_COLUMNS`
@@ -139,11 +127,22 @@ class Evaluation(Result):
                 suffix = " (in sample)" if result.selected_on else ""
                 metrics_by_name[result.mean.target + suffix] = result.mean
             for name, metrics in metrics_by_name.items():
-                cells = [_cell(metric, metrics[metric]) for metric in HEADINGS]
+                # ceilings without their interval, which is below the table
+                estimates = (
+                    replace(metrics[metric], low=None) if metric in CEILINGS else metrics[metric] for metric in HEADINGS
+                )
+                cells = list(map(str, estimates))
                 rows.append([result.method, name, str(metrics.n_units), *cells, *(cost_cells if with_cost else [])])
                 roles.append(result.predictions.method_role)
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
-        return list(zip(roles, text_table("", headings, rows, left=2).splitlines(), strict=True))
+        heading, *lines = text_table("", headings, rows, left=2).splitlines()
+        text, group = [plain(self.headline), heading], "predictor"
+        for method_role, line in zip(roles, lines, strict=True):
+            if method_role != group:
+                text.append(GROUP_HEADINGS[method_role])
+                group = method_role
+            text.append(line)
+        return "\n".join([*text, *map(plain, self._explanations())])
 
     def marks(self) -> list[str]:
         """Return explanations of the marks that occur."""
@@ -172,18 +171,6 @@ class Evaluation(Result):
                     excluded = f"{n} of {metrics.n_units} units of {metrics.target} for {result.method}"
                     lines[f"excluded: {excluded}: {reason}"] = None
         return list(lines)
-
-
-def _cell(metric: str, estimate: Estimate) -> str:
-    """Format an estimate; ceilings without their interval, which is below the table."""
-    return f"{estimate.value:.3f}" if estimate.value is not None and metric in CEILINGS else str(estimate)
-
-
-def _marks(target: str, role: Role, selected_on: Collection[str]) -> tuple[str, ...]:
-    """Return the marks of a target, for a method that was selected on other or the same targets."""
-    if target in selected_on:
-        return ("in sample",)
-    return tuple(compress(("held-out", "same runs"), (role == "held-out", selected_on)))
 
 
 def evaluate_predictions(
@@ -225,20 +212,22 @@ def evaluate_predictions(
     measured_of = {target: utilities.select(target) for target in selected_targets}
     ceilings = {target: noise_ceilings(measured.values_BSE, weights_RB) for target, measured in measured_of.items()}
 
-    def metrics_on(target: str, prediction: Predictions) -> TargetMetrics:
-        measured = measured_of[target]
-        values_BE, task_B = prediction.aligned(measured.subset_ids, target, measured.unit_ids)
-        return target_metrics(
-            target, values_BE, measured.values_BSE, weights_RB, task_predicted_B=task_B, ceilings=ceilings[target]
-        )
-
     roles = {target: runs.role_of(target) for target in selected_targets}
     methods = []
     for prediction in predictions:
-        by_target = tuple(metrics_on(target, prediction) for target in selected_targets)
+        by_target = []
+        for target, measured in measured_of.items():
+            values_BE, task_B = prediction.aligned(measured.subset_ids, target, measured.unit_ids)
+            args = target, values_BE, measured.values_BSE, weights_RB
+            by_target.append(target_metrics(*args, task_predicted_B=task_B, ceilings=ceilings[target]))
         known = (selected_on or {}).get(prediction.method, ())
-        marks = {target: _marks(target, role, known) for target, role in roles.items()}
-        methods.append(MethodResult(prediction, by_target, average(by_target), known, marks))
+        marks = {
+            target: ("in sample",)
+            if target in known
+            else tuple(compress(("held-out", "same runs"), (role == "held-out", known)))
+            for target, role in roles.items()
+        }
+        methods.append(MethodResult(prediction, tuple(by_target), average(by_target), known, marks))
     info = runs.info
     family = info.family.spec if info.family else "given subsets"
     return Evaluation(

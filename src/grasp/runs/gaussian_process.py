@@ -35,7 +35,7 @@ from scipy.special import stdtrit
 from grasp.arrays import F64, Bool, ratio
 from grasp.errors import RunsError
 from grasp.runs.marginal_likelihood import JITTER, ClosedFormFit, MarginalLikelihood, RunData, matrix_product
-from grasp.runs.subset_covariance import Covariance
+from grasp.runs.subset_covariance import SHAPE_PARAMETERS, Covariance, ShareCovariance
 from grasp.runs.subset_features import TINY, FeatureScales, Standardization, SubsetFeatures
 
 MIN_DIFFERENT_SUBSETS = 2  # minimum number of different subsets
@@ -102,7 +102,8 @@ class GaussianProcess:
         mean_T = utility_nT.mean(axis=0)
         data = RunData(scales.transform(runs), utility_nT - mean_T, seeds_n, seed_squares_T, float((seeds_n - 1).sum()))
         hyperparameters = MarginalLikelihood(data.sample(MAX_TUNING_RUNS)).maximise()
-        covariance = Covariance.from_hyperparameters(hyperparameters, data.runs.share_BG)
+        log_shape = [np.log(hyperparameters[name]) for name in SHAPE_PARAMETERS]
+        covariance = Covariance(hyperparameters, ShareCovariance.from_shares(data.runs.share_BG, log_shape))
         k_Cnn = covariance.between(data.runs, data.runs) + data.noise_nn(hyperparameters)
         fit = ClosedFormFit.from_covariance(k_Cnn, data, hyperparameters)
         residual_nT = fit.residuals(data)

@@ -8,13 +8,17 @@ Start with `import_runs`. The training mixtures and the results are tables such 
 
 Both may be columns of one file, which are then selected by patterns. Mixtures may also be in long form: `run,
 row_id[, weight]` or `run, doc_id[, weight]`. Readers of `mixture`, `results` and `run_table` convert the files of
-trainers, harnesses and trackers (`grasp.file_readers`).
+trainers, harnesses and trackers (`grasp.file_readers`). A reader of `results` returns an object with
+
+    table                   one row per run and one column per metric; NaN if missing
+    directions              `higher` or `lower` is better, for the metrics of which the files say so
+    notes_about(metrics)    notes on these metrics, after checking that all runs have the same conditions on them
 """
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,36 +31,31 @@ from grasp.file_readers import claimed
 from grasp.files import check_directory
 from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
 from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
-from grasp.runs.table import RESULTS_SCHEMA, SUM_TOLERANCE, TRAINED_SCHEMA, Direction, Kind, RunsInfo, RunTable
+from grasp.runs.predictions import WHOLE_TASK
+from grasp.runs.table import SUM_TOLERANCE, WEIGHTS_SCHEMA, RunTable
+from grasp.runs.training_runs import Direction, Kind, RunsInfo
+from grasp.runs.utility_tables import RESULTS_SCHEMA
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
 NAME_COLUMNS = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
-SEED_COLUMNS, SIZE_COLUMNS = ("seed",), ("size", "model_size", "params")
-TOKEN_COLUMNS = ("tokens", "train_tokens", "n_tokens")
-STATE_COLUMNS = ("state", "status")
+METADATA_COLUMNS = {  # names of the columns with fields of a run, the preferred one first
+    "seed": ("seed",),
+    "size": ("size", "model_size", "params"),
+    "params": ("params",),
+    "tokens": ("tokens", "train_tokens", "n_tokens"),
+    "state": ("state", "status"),
+}
 FINISHED_STATES = ("finished", "completed", "success")
 ROW_COLUMNS = ("row_id", "doc_id")
 MIXTURE_COLUMNS = ("proposed", "best_run", "mean_of_runs", "now")  # columns with shares in the output of `mix`
 ROW_SHARES_COLUMN = "times_as_often"  # column of the output of `grasp mix`, whose shares are shares of rows
 IGNORED_COLUMNS = ("gain",)  # column of the output of `runs propose` that is no share
+# fields of the record that imported runs only have once they are bound to an artifact
+IMPORTED = {"role": "dev", "recipe": "imported", "seeds": (), "corpus_fingerprint": "", "n_rows": 0, "targets": {}}
+IMPORTED |= {"subset_ids": (), "masks_checksum": "", "reference": False}
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
-
-
-class Results(Protocol):
-    """Results of runs that a reader of `results` returns."""
-
-    @property
-    def table(self) -> pa.Table:
-        """Table with one row per run and one column per metric; NaN if missing."""
-
-    @property
-    def directions(self) -> Mapping[str, Direction]:
-        """Whether higher or lower is better, for the metrics of which the files say so."""
-
-    def notes_about(self, metrics: Collection[str]) -> list[str]:
-        """Return notes on these metrics, after checking that all runs have the same conditions on them."""
 
 
 def import_runs(
@@ -122,8 +121,7 @@ def import_runs(
             raise RunsError(f"{files[0]}: pass the label whose values it mixes, e.g. --label source")
         measure_of_files, weights_of_run = read_mixtures_of_runs(files)
         lines = [(run, value, weight) for run, mixture in weights_of_run.items() for value, weight in mixture.items()]
-        trained_columns = [pa.array(column) for column in zip(*lines, strict=True)]
-        trained_table = pa.table(trained_columns, TRAINED_SCHEMA.names)
+        trained_table = pa.table([pa.array(column) for column in zip(*lines, strict=True)], WEIGHTS_SCHEMA.names)
         kind: Kind = "times" if measure_of_files == "times" else "shares"
         measure = measure if kind == "times" else measure_of_files
         notes.append(f"weights of the mixtures are {'repetitions' if kind == 'times' else f'shares of {measure}'}")
@@ -136,18 +134,18 @@ def import_runs(
                 )
             columns = columns or [f"!{pattern}" for pattern in metrics]
         kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns)
-    harness: Results | None = None
-    if isinstance(results, Path | str) and (claim := claimed("results", Path(results))) is not None:
+    harness: Any = None
+    if results is None:
+        results_table, results_location = weights_table, weights_location
+    elif isinstance(results, Path | str) and (claim := claimed("results", Path(results))) is not None:
         harness = claim.reader.read(Path(results))
         results_table, results_location = harness.table, str(results)
-    elif results is not None:
-        results_table, results_location = _read_table(results)
     else:
-        results_table, results_location = weights_table, weights_location
+        results_table, results_location = _read_table(results)
 
     wide = _WideTable(results_table, results_location)
     results_long, failed = wide.results(metrics, skip_failed)
-    metric_names = tuple(dict.fromkeys(results_long["metric"].to_pylist()))
+    metric_names = tuple(dict.fromkeys(results_long["target"].to_pylist()))
     _refuse_mixed_scales(results_long, results_location)
     directions = _resolve_directions(
         metric_names, harness.directions if harness else {}, higher, lower, results_location
@@ -156,9 +154,9 @@ def import_runs(
         count = f"{len(failed)} result{'s' * (len(failed) > 1)}"
         notes.append(f"skipped as failed: {count}, e.g. of run {', '.join(list(dict.fromkeys(failed))[:MAX_LISTED])}")
         # a run of which every seed failed has no results, so that its weights are of no use
-        without_results = set(failed).difference(results_long["run"].to_pylist())
-        is_used = pa.array([run not in without_results for run in trained_table["run"].to_pylist()])
-        trained_table = trained_table.filter(is_used)
+        without_results = set(failed).difference(results_long["subset_id"].to_pylist())
+        is_unused = pc.is_in(trained_table["subset_id"], pa.array(without_results, pa.string()))
+        trained_table = trained_table.filter(pc.invert(is_unused))
     if wide.ignored:
         notes.append(f"ignored columns that are not numeric: {', '.join(wide.ignored[:MAX_LISTED])}")
     if wide.standard_errors:
@@ -166,7 +164,11 @@ def import_runs(
         notes.append(f"left out {n_columns} column{'s' * (n_columns > 1)} of standard errors: {', '.join(examples)}")
     if harness is not None:
         notes += harness.notes_about(metric_names)
-    info = RunsInfo.model_validate({"kind": kind, "label": label, "measure": measure, "metrics": directions})
+    sign = [-1.0 if directions[metric] == "lower" else 1.0 for metric in results_long["target"].to_pylist()]
+    utility = pa.array(results_long["utility"].to_numpy() * sign)
+    results_long = results_long.set_column(results_long.num_columns - 1, "utility", utility)
+    meaning = {"kind": kind, "label": label, "measure": measure, "metrics": directions}
+    info = RunsInfo.model_validate(IMPORTED | meaning)
     locations = weights_location, results_location
     runs = RunTable.from_results(name, info, trained_table, results_long, notes, locations)
     runs = runs if size is None else runs.select_size(size)
@@ -247,7 +249,7 @@ def _read_weights(
             _string_column(table, row_column, location),
             table[names["weight"]] if "weight" in names else pa.array(np.ones(len(table))),
         ]
-        return "rows", pa.table(arrays, TRAINED_SCHEMA.names)
+        return "rows", pa.table(arrays, WEIGHTS_SCHEMA.names)
     if label is None:
         raise RunsError(f"{location}: pass the label that its columns are values of, e.g. --label source")
     wide = _WideTable(table, location)
@@ -257,7 +259,7 @@ def _read_weights(
     weight_RG = np.stack([wide.numbers[name] for name in weight_columns], axis=1)
     run_index, value_index = (index.ravel() for index in np.indices(weight_RG.shape))
     columns_of_long = np.array(wide.runs, object)[run_index], np.array(weight_columns, object)[value_index]
-    long = pa.table([*map(pa.array, (*columns_of_long, weight_RG.ravel()))], TRAINED_SCHEMA.names)
+    long = pa.table([*map(pa.array, (*columns_of_long, weight_RG.ravel()))], WEIGHTS_SCHEMA.names)
     # a run may occur again with another seed, but only with the same weights
     long = long.group_by(long.column_names, use_threads=False).aggregate([])
     return ("times" if weights == "times" else "shares"), long
@@ -274,21 +276,16 @@ class _WideTable:
         name_column = _name_column(table, location)
         self.runs = _string_column(table, name_column, location).to_pylist()
         original_name = {name.lower(): name for name in table.column_names if name != name_column}
-        metadata = {"seed": SEED_COLUMNS, "size": SIZE_COLUMNS, "tokens": TOKEN_COLUMNS, "state": STATE_COLUMNS}
-        metadata_columns = {
-            field: [original_name[option] for option in options if option in original_name]
-            for field, options in metadata.items()
-        }
-        self._metadata = {field: table[names[0]].to_pylist() for field, names in metadata_columns.items() if names}
-        used = {name_column, *(name for names in metadata_columns.values() for name in names)}
+        used = {name_column}
+        self.metadata: dict[str, pa.Array] = {}  # by the names of `METADATA_COLUMNS`; null if there is no such column
+        for field, options in METADATA_COLUMNS.items():
+            names = [original_name[option] for option in options if option in original_name]
+            self.metadata[field] = table[names[0]] if names else pa.nulls(len(table))
+            used.update(names)
         self.standard_errors = [name for name in table.column_names if is_standard_error(name)]
         others = [name for name in table.column_names if name not in (*used, *self.standard_errors)]
         self.numbers = {name: values for name in others if (values := float_column(table[name])) is not None}
         self.ignored = [name for name in others if name not in self.numbers]
-
-    def metadata(self, name: str, line: int) -> Any:
-        """Return the seed, size or state of a line; None if there is no such column."""
-        return self._metadata[name][line] if name in self._metadata else None
 
     def select_columns(self, patterns: Sequence[str]) -> list[str]:
         """Select columns by patterns; `!pattern` excludes columns; without patterns, all are selected."""
@@ -310,31 +307,40 @@ class _WideTable:
         metrics = self.select_columns(patterns)
         if not metrics:
             raise RunsError(f"{self.location}: has no numeric columns with results; standard errors are no results")
-        failed: list[str] = []
-        lines: list[dict[str, Any]] = []
-        for line, run in enumerate(self.runs):
-            state = str(self.metadata("state", line) or FINISHED_STATES[0]).lower()
-            values = [float(self.numbers[name][line]) for name in metrics]
-            if skip_failed and (state not in FINISHED_STATES or not np.isfinite(values).all()):
-                failed.append(run)
-                continue
-            size = self.metadata("size", line)
-            of_run = {"run": run, "seed": self._seed(line), "size": None if size is None else str(size)}
-            lines += [of_run | {"metric": name, "value": value} for name, value in zip(metrics, values, strict=True)]
-        return pa.Table.from_pylist(lines, RESULTS_SCHEMA), failed
+        value_RT = np.stack([self.numbers[name] for name in metrics], axis=1)
+        states = [str(state or FINISHED_STATES[0]).lower() for state in self.metadata["state"].to_pylist()]
+        is_failed_R = ~np.isfinite(value_RT).all(axis=1) | [state not in FINISHED_STATES for state in states]
+        is_failed_R &= skip_failed
+        kept = np.flatnonzero(~is_failed_R)
+        seeds, sizes = (self.metadata[name].to_pylist() for name in ("seed", "size"))
+        fields_of_run: list[Any] = [
+            [self.runs[r] for r in kept],
+            [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in kept],
+            [None if sizes[r] is None else str(sizes[r]) for r in kept],
+        ]
+        for name in ("params", "tokens"):
+            numbers = float_column(self.metadata[name])
+            fields_of_run.append([None] * len(kept) if numbers is None else numbers[kept])
+        r, t = (index.ravel() for index in np.indices((len(kept), len(metrics))))
+        columns = [
+            pa.array(values, field.type, from_pandas=True).take(pa.array(r))
+            for values, field in zip(fields_of_run, RESULTS_SCHEMA, strict=False)
+        ]
+        columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[kept].ravel()]
+        return pa.table(columns, RESULTS_SCHEMA), [self.runs[r] for r in np.flatnonzero(is_failed_R)]
 
-    def _seed(self, line: int) -> int:
-        """Return the seed of a line; 0 if there is no such column or the cell is empty."""
-        value = self.metadata("seed", line)
-        if value is None:
-            return 0
-        try:
-            number = int(float(value)) if isinstance(value, str) else int(value)
-        except (ValueError, OverflowError, TypeError):
-            number = -1  # refused below
-        if not 0 <= number <= MAX_INTEGER:
-            raise RunsError(f"{self.location}: run {self.runs[line]!r}: seed is {value!r}, expected a whole number")
-        return number
+
+def _parse_seed(value: Any, location: str) -> int:
+    """Return a seed; 0 if it is missing."""
+    if value is None:
+        return 0
+    try:
+        number = int(float(value)) if isinstance(value, str) else int(value)
+    except (ValueError, OverflowError, TypeError):
+        number = -1  # refused below
+    if not 0 <= number <= MAX_INTEGER:
+        raise RunsError(f"{location}: seed is {value!r}, expected a whole number")
+    return number
 
 
 # ------------------------------------------------------------------------------------------------------ internals
@@ -349,15 +355,13 @@ def _resolve_directions(
 ) -> dict[str, Direction]:
     """Return whether higher or lower is better: by the results files, else by `higher` and `lower`, else by name."""
     directions: dict[str, Direction] = {}
-    unknown = []
     for metric in metrics:
         requested: Direction | None = (
             "higher" if _matches(metric, higher) else "lower" if _matches(metric, lower) else None
         )
         if direction := directions_in_files.get(metric) or requested or direction_by_name(metric):
             directions[metric] = direction
-        else:
-            unknown.append(metric)
+    unknown = [metric for metric in metrics if metric not in directions]
     if unknown:
         others = f" (likewise {', '.join(unknown[1:])})" if unknown[1:] else ""
         raise RunsError(
@@ -369,16 +373,16 @@ def _resolve_directions(
 
 def _refuse_mixed_scales(results: pa.Table, location: str) -> None:
     """Raise an error if some values of a metric are fractions of 1 and others are percent."""
-    for metric in pc.unique(results["metric"]).to_pylist():
-        metric_results = results.filter(pc.equal(results["metric"], metric))
-        value = metric_results["value"].to_numpy()
+    for metric in pc.unique(results["target"]).to_pylist():
+        metric_results = results.filter(pc.equal(results["target"], metric))
+        value = metric_results["utility"].to_numpy()
         shares, percent = value[(value > 0) & (value <= 1)], value[value > 1]
         if not (metric_kind(metric) == SHARE and shares.size and percent.size):
             continue
         # as percent, the shares are similar to the other values: 0.47 and 63, not 0.9 and 3.4
         if percent.min() / 2 <= 100 * shares.min() and 100 * shares.max() <= 2 * percent.max():
             first, second = (
-                metric_results["run"][int(np.flatnonzero(value == values[0])[0])] for values in (shares, percent)
+                metric_results["subset_id"][int(np.flatnonzero(value == values[0])[0])] for values in (shares, percent)
             )
             raise RunsError(
                 f"{location}: {metric} is {shares[0]:g} of run {first.as_py()!r} and {percent[0]:g} of run "
@@ -392,28 +396,24 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _read_table(source: Path | str | pa.Table) -> tuple[pa.Table, str]:
-    """Return a table and its location for messages: a table in memory, Parquet, or CSV."""
-    if isinstance(source, pa.Table):
-        return _one_line_per_run(source), "runs"
-    path = Path(source)
+    """Return a table with one line per run, from memory, Parquet or CSV, and its location for messages."""
+    location = "runs" if isinstance(source, pa.Table) else str(source)
     try:
-        table = read_checksummed(path) if path.suffix == ".parquet" else pacsv.read_csv(path)
+        if isinstance(source, pa.Table):
+            table = source
+        else:
+            table = read_checksummed(source) if location.endswith(".parquet") else pacsv.read_csv(source)
         names = table.column_names
     except FileNotFoundError as err:
-        raise RunsError(f"{path}: no such file") from err
+        raise RunsError(f"{location}: no such file") from err
     except UnicodeDecodeError as err:
-        raise RunsError(f"{path}: column names are not UTF-8; save the table as UTF-8") from err
+        raise RunsError(f"{location}: column names are not UTF-8; save the table as UTF-8") from err
     except (pa.ArrowException, OSError, ValueError) as err:
-        raise RunsError(f"{path}: cannot be read as a table: {' '.join(str(err).split())}") from err
+        raise RunsError(f"{location}: cannot be read as a table: {' '.join(str(err).split())}") from err
     if duplicates := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise RunsError(f"{path}: has the column {duplicates[0]!r} more than once; rename or drop one of them")
-    return _one_line_per_run(table), str(path)
-
-
-def _one_line_per_run(table: pa.Table) -> pa.Table:
-    """Return a table with one line per run; one that a tracker exported may be in another form."""
-    claim = claimed("run_table", table)
-    return table if claim is None else claim.reader.read(table)
+        raise RunsError(f"{location}: has the column {duplicates[0]!r} more than once; rename or drop one of them")
+    claim = claimed("run_table", table)  # a tracker may export another form
+    return table if claim is None else claim.reader.read(table), location
 
 
 def _name_column(table: pa.Table, location: str) -> str:

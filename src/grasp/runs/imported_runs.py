@@ -1,95 +1,90 @@
-"""Imported runs as `TrainingRuns`: subsets in the rows of an artifact, and metrics as utilities of its targets.
+"""Bind imported runs to an artifact: subsets in its rows, and metrics as utilities of its targets.
 
 A `RunTable` does not depend on an artifact: its weights are those of label values, rows or documents, and its metrics
 have names. Here the weights become row weights, and a metric becomes the utility of the target that it is
 named after, so that all code for `TrainingRuns` accepts imported runs. Start with `bind_runs`.
-Shape letters: R runs, S seeds, T targets, N rows, E units, G label values.
+Shape letters: R runs, S seeds, T targets, N rows, G label values.
 """
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from scipy.sparse import csr_array
+import pyarrow as pa
 
-from grasp.arrays import F64
-from grasp.artifact.label_table import LabelColumn, LabelTable
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_amounts
 from grasp.errors import RunsError, SubsetError
-from grasp.predict.subset_tables import RowIndex
+from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, Weights
 from grasp.runs.alignment import unit_fingerprints
 from grasp.runs.metric_names import LOSS, metric_kind
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import MAX_LISTED, RunTable, open_runs
-from grasp.runs.training_runs import RetrainedRunsInfo, Run, TargetInfo, TrainingRuns
+from grasp.runs.training_runs import TargetInfo, TrainingRuns
 
 
-def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | RunTable | Path | str) -> TrainingRuns:
+def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> TrainingRuns:
     """Return retrained runs as they are, and imported ones with their subsets in the rows of the artifact.
+
+    Bound runs are described as if they had been retrained on the corpus of the artifact.
 
     Args:
         artifact: artifact of the corpus of the runs.
         runs: opened runs, or the directory that holds them.
     Raises:
-        RunsError: as `table.open_runs` and `ImportedRuns`.
+        RunsError: as `table.open_runs`; no metric is named after a target of the artifact; the artifact lacks a value,
+            row or document; or the runs have several model sizes.
     """
-    opened = runs if isinstance(runs, TrainingRuns) else open_runs(runs)
-    if isinstance(opened, TrainingRuns):
-        return opened
-    return ImportedRuns(opened, artifact, Path(runs) if isinstance(runs, Path | str) else Path(opened.name))
-
-
-class ImportedRuns(TrainingRuns):
-    """Imported runs whose subsets are expressed in the rows of an artifact."""
-
-    def __init__(self, table: RunTable, artifact: ArtifactReader, path: Path) -> None:
-        """Express imported runs in the rows and targets of an artifact.
-
-        Raises:
-            RunsError: no metric is named after a target of the artifact; the artifact lacks a value, row or document;
-                or the runs have several model sizes.
-        """
-        self.metric_of_target = metric_of_target = _match_metrics(table, artifact)
-        columns = [table.metrics.index(metric) for metric in metric_of_target.values()]
-        self.values_RST = table.utility_RST()[:, :, columns]
-        super().__init__(path, _record(table, artifact, tuple(metric_of_target), self.values_RST))
-        self._subsets, subset_notes = row_weights(table, artifact)
-        self.label = table.info.label
-        self.share_measure = table.info.measure if table.info.kind == "shares" else "rows"
-        renamed = [f"{target}: {metric}" for target, metric in metric_of_target.items() if metric != target]
-        self.notes = [
+    table = open_runs(runs)
+    if not isinstance(table, RunTable) or table.blocks:
+        return table
+    metric_of_target = _match_metrics(table, artifact)
+    utility_RST = table.utility_RST()[:, :, [table.metrics.index(metric) for metric in metric_of_target.values()]]
+    blocks, subset_notes = row_weights(table, artifact)
+    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
+    fingerprints = unit_fingerprints(artifact, loss_on)
+    # The recipe is unknown, so the fingerprint of the runs is that of their weights and results.
+    digest = hashlib.blake2b(table.weights_RG().tobytes() + utility_RST.tobytes(), digest_size=16)
+    every_run_has_every_seed = not np.isnan(utility_RST).any()
+    record = {
+        "recipe_settings": {"runs": digest.hexdigest()},
+        "seeds": tuple(range(utility_RST.shape[1] if every_run_has_every_seed else 1)),
+        "corpus_fingerprint": artifact.manifest.fingerprints.get("corpus", "none"),
+        "n_rows": artifact.n_rows,
+        "targets": {
+            target: TargetInfo(fingerprint=fingerprints[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
+            for target in metric_of_target
+        },
+        "subset_ids": table.runs,
+    }
+    renamed = [f"{target}: {metric}" for target, metric in metric_of_target.items() if metric != target]
+    # Units of the utilities: nats or the name of the metric. Its prefix is `less_` if lower is better, since utilities
+    # are then its negative.
+    units = set()
+    for target, metric in metric_of_target.items():
+        short_name = metric.removeprefix(target).strip("/").lower()
+        prefix = "less_" if table.info.metrics[metric] == "lower" else ""
+        units.add("nats" if metric_kind(short_name) == LOSS else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
+    changes = {"lower": "decrease of", "higher": "increase of"}
+    metrics = ", ".join(f"{changes[table.info.metrics[metric]]} {metric}" for metric in metric_of_target.values())
+    return replace(
+        table,
+        info=table.info.model_copy(update=record),
+        notes=(
             *([f"metrics of the runs: {'; '.join(renamed)}"] if renamed else []),
             *subset_notes,
             "the runs only have results of whole tasks, so metrics of single units are undefined",
-        ]
-        self.unit = _common_unit(table, metric_of_target)
-        changes = {"lower": "decrease of", "higher": "increase of"}
-        metrics = ", ".join(f"{changes[table.info.metrics[metric]]} {metric}" for metric in metric_of_target.values())
-        self.measurement = f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {path.name}"
-
-    def pending(self) -> tuple[Run, ...]:
-        return ()
-
-    def subset_blocks(
-        self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
-    ) -> Iterator[SubsetBlock]:
-        yield from self._subsets
-
-    def task_utilities(self, targets: Sequence[str]) -> F64:
-        return self.values_RST[:, :, [self.targets.index(name) for name in targets]]
-
-    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
-        values_RST = self.values_RST
-        if len(self.info.seeds) < values_RST.shape[1] or np.isnan(values_RST).any():
-            # some runs lack seeds: use the mean of the available ones
-            values_RST = np.nanmean(values_RST, axis=1, keepdims=True)
-        # one unit per target: the whole task
-        return values_RST.swapaxes(0, 1).reshape(-1, values_RST.shape[2])
+        ),
+        unit=units.pop() if len(units) == 1 else "metric",
+        metric_of_target=metric_of_target,
+        measurement=(f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {table.name}"),
+        blocks=tuple(blocks),
+    )
 
 
 def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
@@ -108,45 +103,6 @@ def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
     return metric_of_target
 
 
-def _record(table: RunTable, artifact: ArtifactReader, targets: tuple[str, ...], values_RST: F64) -> RetrainedRunsInfo:
-    """Describe imported runs as if they had been retrained on the corpus of the artifact.
-
-    The recipe is unknown, so the fingerprint of the runs is that of their weights and results.
-    """
-    loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
-    fingerprints = unit_fingerprints(artifact, loss_on)
-    digest = hashlib.blake2b(table.weights_RG().tobytes() + values_RST.tobytes(), digest_size=16)
-    every_run_has_every_seed = not np.isnan(values_RST).any()
-    return RetrainedRunsInfo(
-        role="dev",
-        recipe="imported",
-        recipe_settings={"runs": digest.hexdigest()},
-        seeds=tuple(range(values_RST.shape[1] if every_run_has_every_seed else 1)),
-        corpus_fingerprint=artifact.manifest.fingerprints.get("corpus", "none"),
-        n_rows=artifact.n_rows,
-        targets={
-            target: TargetInfo(fingerprint=fingerprints[target], loss_on=loss_on, unit_ids=(WHOLE_TASK,))
-            for target in targets
-        },
-        subset_ids=table.runs,
-        masks_checksum="",
-        reference=False,
-    )
-
-
-def _common_unit(table: RunTable, metric_of_target: Mapping[str, str]) -> str:
-    """Return the unit of the utilities of all targets: nats, the name of the metric, or `metric` if they differ.
-
-    The name has the prefix `less_` if lower is better, since utilities are then its negative.
-    """
-    units = set()
-    for target, metric in metric_of_target.items():
-        short_name = metric.removeprefix(target).strip("/").lower()
-        prefix = "less_" if table.info.metrics[metric] == "lower" else ""
-        units.add("nats" if metric_kind(short_name) == LOSS else prefix + (re.sub(r"\W+", "_", short_name) or "metric"))
-    return units.pop() if len(units) == 1 else "metric"
-
-
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:
     """Convert the weights of runs to weights of the rows of an artifact.
 
@@ -157,14 +113,8 @@ def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBl
     """
     table = LabelTable(artifact.rows_path)
     if runs.info.kind == "rows":
-        return _weights_from_row_ids(runs, table, RowIndex.from_parquet(artifact.rows_path))
-    return _weights_from_label(runs, table, artifact)
-
-
-def _weights_from_label(
-    runs: RunTable, table: LabelTable, artifact: ArtifactReader
-) -> tuple[list[SubsetBlock], list[str]]:
-    """Convert weights of label values, which are shares of a mixture, or numbers of times that a value is seen."""
+        return _weights_from_row_ids(runs, table, artifact)
+    # weights of label values, which are shares of a mixture, or numbers of times that a value is seen
     assert runs.info.label is not None
     try:
         column = table.column(runs.info.label)
@@ -196,28 +146,26 @@ def _weights_from_label(
     return blocks, [f"{len(unseen)} values of {column.name} do not occur in any run: {', '.join(unseen[:MAX_LISTED])}"]
 
 
-def _weights_from_row_ids(runs: RunTable, table: LabelTable, index: RowIndex) -> tuple[list[SubsetBlock], list[str]]:
+def _weights_from_row_ids(
+    runs: RunTable, table: LabelTable, artifact: ArtifactReader
+) -> tuple[list[SubsetBlock], list[str]]:
     """Convert weights by document id if all names are documents, otherwise by row id.
 
     The first row of a document that is split has the name of the document, but only documents can be listed without
     names such as `NAME#1`.
     """
-    rows_of_name, notes = {str(row_id): [n] for n, row_id in enumerate(index.ids().to_pylist())}, []
+    index, trained, notes = RowIndex.from_parquet(artifact.rows_path), runs.trained, []
     if "doc_id" in table.columns:
         column = table.column("doc_id")
-        sorted_rows_N = np.argsort(column.codes_N, kind="stable")
-        rows_by_code = np.split(sorted_rows_N, np.cumsum(column.counts)[:-1])
-        rows_of_document = {str(name): rows.tolist() for name, rows in zip(column.values, rows_by_code, strict=True)}
-        if all(name in rows_of_document for name in runs.values):
-            rows_of_name = rows_of_document
-            n_rows = sum(len(rows_of_name[name]) for name in runs.values)
+        document_N = np.array([str(value) for value in column.values], object)[column.codes_N]
+        if set(runs.values) <= set(document_N):
+            rows_of_document = pa.table({"row_id": document_N, "row": index.ids()}).to_pandas()
+            frame = trained.to_pandas().merge(rows_of_document, on="row_id")
+            trained = pa.table({"subset_id": frame["subset_id"], "row_id": frame["row"], "weight": frame["weight"]})
+            n_rows = frame["row"].nunique()
             if n_rows > len(runs.values):
                 notes.append(f"the names are read as {len(runs.values):,} documents, with {n_rows:,} rows")
-    if missing := [name for name in runs.values if name not in rows_of_name]:
-        raise RunsError(
-            f"{runs.name}: {len(missing)} rows or documents are not in the artifact: {', '.join(missing[:MAX_LISTED])}"
-        )
-    rows_G = [rows_of_name[name] for name in runs.values]
-    indptr, indices = np.cumsum([0, *map(len, rows_G)]), np.concatenate(rows_G)
-    row_GN = csr_array((np.ones(len(indices)), indices, indptr), shape=(len(rows_G), index.n_rows))
-    return [SubsetBlock(runs.runs, Weights(csr_array(runs.weights_RG()) @ row_GN))], notes
+    try:
+        return list(read_subsets(trained, index)), notes
+    except SubsetError as err:
+        raise RunsError(f"{runs.name}: {err}") from err

@@ -221,40 +221,25 @@ class MarginalLikelihood:
             m_Cnn = 0.5 * (p_Cnn - np.einsum("nt,mt->tnm", pe_nT, pe_nT))
         # The derivative with respect to a hyperparameter x is tr(M dK/dx), and d/d log x = x d/dx.
         derivatives = {name: hyperparameters[name] * (dk_Cnn * m_Cnn).sum() for name, dk_Cnn in components.items()}
-        derivatives |= self._shape_derivatives(log_shape, of_shares, hyperparameters, m_Cnn)
-        derivatives |= self._noise_derivatives(fit, hyperparameters, m_Cnn)
-        standardized = (theta - self.prior[:, 0]) / self.prior[:, 1]  # of the Gaussian prior of theta
-        loss = float(0.5 * standardized @ standardized - self._likelihood_weight * fit.likelihood)
-        likelihood_gradient = np.array([derivatives[name] for name in self.names])
-        return loss, self._likelihood_weight * likelihood_gradient + standardized / self.prior[:, 1]
-
-    def _shape_derivatives(
-        self, log_shape: F64, of_shares: Mapping[str, F64], hyperparameters: Mapping[str, float], m_Cnn: F64
-    ) -> dict[str, float]:
-        """Return the derivatives with respect to the log shape parameters, by finite differences of K."""
-        derivatives: dict[str, float] = {}
-        for k, name in enumerate(SHAPE_PARAMETERS if self._has_shares else ()):
+        for k, name in enumerate(SHAPE_PARAMETERS if self._has_shares else ()):  # by finite differences of K
             shifted = self._share_covariances(log_shape + LOG_STEP * (np.arange(len(SHAPE_PARAMETERS)) == k))
             changes = (
                 hyperparameters[component] * ((shifted[component] - of_shares[component]) * m_Cnn).sum()
                 for component in SHARE_COMPONENTS
             )
             derivatives[name] = sum(changes) / LOG_STEP
-        return derivatives
-
-    def _noise_derivatives(
-        self, fit: ClosedFormFit, hyperparameters: Mapping[str, float], m_Cnn: F64
-    ) -> dict[str, float]:
-        """Return the derivatives with respect to the log variances of the noise, which is on the diagonal of K."""
         data, u_T = self.data, fit.inverse_scale_T
-        diagonal_n = np.einsum("cnn->n", m_Cnn)
-        derivatives = {"noise": hyperparameters["noise"] * diagonal_n.sum()}
+        diagonal_n = np.einsum("cnn->n", m_Cnn)  # the noise is on the diagonal of K
+        derivatives["noise"] = hyperparameters["noise"] * diagonal_n.sum()
         if data.degrees_of_freedom:
             seed_noise = hyperparameters["seed noise"]
             within_runs = 0.5 * data.degrees_of_freedom * len(u_T)  # of the deviations of seeds from their run
             within_runs = within_runs - 0.5 * float(u_T**2 @ data.seed_squares_T) / seed_noise
             derivatives["seed noise"] = seed_noise * (diagonal_n / data.seeds_n).sum() + within_runs
-        return derivatives
+        standardized = (theta - self.prior[:, 0]) / self.prior[:, 1]  # of the Gaussian prior of theta
+        loss = float(0.5 * standardized @ standardized - self._likelihood_weight * fit.likelihood)
+        likelihood_gradient = np.array([derivatives[name] for name in self.names])
+        return loss, self._likelihood_weight * likelihood_gradient + standardized / self.prior[:, 1]
 
     def _share_covariances(self, log_shape: F64) -> dict[str, F64]:
         """Return the components of the covariance of the runs that depend on shares, (n, n) each."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from grasp.arrays import F64
-from grasp.runs.table import Direction
+from grasp.runs.training_runs import Direction
 
 STANDARD_ERROR = r"(.*_)?(std_?err|std_error|standard_error)"
 SPLIT = r"((train|val|valid|validation|dev|eval|test)_)?"  # prefix of a metric that is written before its task

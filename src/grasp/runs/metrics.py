@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.stats import rankdata
 
-from grasp.arrays import F64, Bool, Floats, ratio
+from grasp.arrays import F64, Floats, ratio
 from grasp.text import number, unique_names
 
 # Lowest value of each metric; the highest is 1.
@@ -229,33 +229,24 @@ def noise_ceilings(realized_BSE: F64, weights_RB: Floats) -> dict[str, Estimate]
         weights_RB: from `bootstrap_weights`.
     Source: design section 4, point 11; see the module docstring for the formula.
     """
-    task_BS1 = realized_BSE.mean(axis=2, keepdims=True)
-    return {"task_ceiling": _ceiling(task_BS1, weights_RB), "lds_ceiling": _ceiling(realized_BSE, weights_RB)}
-
-
-def _ceiling(realized_BSE: F64, weights_RB: Floats) -> Estimate:
-    """Return the noise ceiling of the mean rank correlation over units, with its bootstrap interval."""
     n_subsets, n_seeds, _ = realized_BSE.shape
-    if n_seeds < 2:
-        return Estimate(None, reason=SINGLE_SEED)
-    if n_subsets < MIN_SUBSETS:
-        return Estimate(None, reason=TOO_FEW_SUBSETS)
-    correlation = float(mean_defined(seed_agreement(realized_BSE, np.ones((1, n_subsets))), axis=0)[0])
-    if np.isnan(correlation):
-        return Estimate(None, reason=CONSTANT_UTILITY)
-    resampled_R = mean_defined(seed_agreement(realized_BSE, weights_RB), axis=0)
-    return bootstrap_interval(
-        float(ceiling_from_correlation(np.array([correlation]), n_seeds)[0]),
-        ceiling_from_correlation(resampled_R, n_seeds),
-        lowest=0.0,
-        highest=1.0,
-        reason=f"the seeds do not agree (mean rank correlation {correlation:.2f})",
-    )
-
-
-def _varies(values_BE: F64) -> Bool:
-    """Return whether each column has different values, (E,)."""
-    return np.asarray(values_BE.max(axis=0) > values_BE.min(axis=0))
+    ceilings = {}
+    for name, values_BSE in (("task_ceiling", realized_BSE.mean(axis=2, keepdims=True)), ("lds_ceiling", realized_BSE)):
+        if n_seeds < 2 or n_subsets < MIN_SUBSETS:
+            ceilings[name] = Estimate(None, reason=SINGLE_SEED if n_seeds < 2 else TOO_FEW_SUBSETS)
+            continue
+        correlation = mean_defined(seed_agreement(values_BSE, np.ones((1, n_subsets))), axis=0)
+        resampled_R = mean_defined(seed_agreement(values_BSE, weights_RB), axis=0)
+        ceilings[name] = bootstrap_interval(
+            float(ceiling_from_correlation(correlation, n_seeds)[0]),
+            ceiling_from_correlation(resampled_R, n_seeds),
+            lowest=0.0,
+            highest=1.0,
+            reason=CONSTANT_UTILITY
+            if np.isnan(correlation[0])
+            else f"the seeds do not agree (mean rank correlation {correlation[0]:.2f})",
+        )
+    return ceilings
 
 
 def target_metrics(
@@ -291,8 +282,8 @@ def target_metrics(
     resamples = _metrics(predicted_BE, task_B, realized_BE, weights_RB)
 
     # reasons of undefined values
-    constant_prediction_E, constant_utility_E = ~_varies(predicted_BE), ~_varies(realized_BE)
-    task_reason = CONSTANT_UTILITY if _varies(task_B) else CONSTANT_PREDICTION
+    constant_prediction_E, constant_utility_E = (np.ptp(x_BE, axis=0) == 0 for x_BE in (predicted_BE, realized_BE))
+    task_reason = CONSTANT_UTILITY if np.ptp(task_B) > 0 else CONSTANT_PREDICTION
     unit_reason = NO_DEFINED_UNIT
     undefined = {
         CONSTANT_PREDICTION: int(constant_prediction_E.sum()),

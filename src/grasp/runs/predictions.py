@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from grasp.arrays import F64, I64, ratio
+from grasp.arrays import F64, ratio
 from grasp.errors import RunsError
 from grasp.predict.predictor import downweight_negative
 from grasp.predict.weights import SubsetBlock, sums_over
@@ -72,21 +72,38 @@ class Predictions:
         Raises:
             RunsError: a subset or unit has no prediction, or one that is not finite.
         """
-        location = f"{self.method}: {target}"
-        b = _positions(self.subset_ids, subset_ids, f"{self.method}: subsets")
+        row_of = {name: b for b, name in enumerate(self.subset_ids)}
         column_of = {unit_id: e for e, (name, unit_id) in enumerate(self.units) if name == target}
-        columns = np.array(list(column_of.values()), dtype=np.int64)
-        task_B = self.task_B[target][b] if target in self.task_B else None
-        if not column_of and task_B is None:
+        if not column_of and target not in self.task_B:
             raise RunsError(f"{self.method}: has no predictions for {target!r}, only for {self.targets}")
-        if not column_of or list(unit_ids) == [WHOLE_TASK]:
-            task_B = self.values_BE[b][:, columns].mean(axis=1) if task_B is None else task_B
-            return None, _require_finite(task_B, location)
-        e = _positions(list(column_of), unit_ids, f"{self.method}: units of {target}")
-        return (
-            _require_finite(self.values_BE[b][:, columns[e]], location),
-            None if task_B is None else _require_finite(task_B, location),
-        )
+        only_task = not column_of or list(unit_ids) == [WHOLE_TASK]
+        requested_units = list(column_of) if only_task else unit_ids
+        for kind, known, requested in (
+            ("subsets", row_of, subset_ids),
+            (f"units of {target}", column_of, requested_units),
+        ):
+            if missing := [name for name in requested if name not in known]:
+                raise RunsError(
+                    f"{self.method}: {kind}: {len(missing)} of {len(requested)} have no prediction, e.g. "
+                    f"{missing[:MAX_EXAMPLES]}; expected all"
+                )
+        b = [row_of[name] for name in subset_ids]
+        unit_BE = self.values_BE[np.ix_(b, [column_of[name] for name in requested_units])]
+        task_B = self.task_B[target][b] if target in self.task_B else None
+        if only_task and task_B is None:
+            task_B = unit_BE.mean(axis=1)
+        values_BE = None if only_task else unit_BE
+        for values in (values_BE, task_B):
+            if values is None:
+                continue
+            invalid = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))  # nan compares false
+            if len(invalid):
+                index = tuple(invalid[0].tolist())
+                raise RunsError(
+                    f"{self.method}: {target}: prediction at {index} is {values[index]} ({len(invalid)} such); "
+                    f"predictions must be finite, and at most {MAX_PREDICTION:g}"
+                )
+        return values_BE, task_B
 
 
 def sum_row_scores(
@@ -131,30 +148,3 @@ def sum_row_scores(
         sums = [ratio(1.0, block.weights.sums)[:, None] * sum_BE for block, sum_BE in zip(subsets, sums, strict=True)]
     subset_ids = tuple(name for block in subsets for name in block.subset_ids)
     return Predictions(method, subset_ids, tuple(units), np.concatenate(sums))
-
-
-def _positions(available: Sequence[str], requested: Sequence[str], location: str) -> I64:
-    """Return the position in `available` of each requested name."""
-    position = {name: i for i, name in enumerate(available)}
-    if len(position) < len(available):
-        duplicate = next(name for i, name in enumerate(available) if position[name] != i)
-        raise RunsError(f"{location}: {duplicate!r} occurs twice, expected each once")
-    missing = [name for name in requested if name not in position]
-    if missing:
-        raise RunsError(
-            f"{location}: {len(missing)} of {len(requested)} have no prediction, e.g. {missing[:MAX_EXAMPLES]}; "
-            "expected all"
-        )
-    return np.array([position[name] for name in requested], dtype=np.int64)
-
-
-def _require_finite(values: F64, location: str) -> F64:
-    """Return the values, or raise an error that names the first one that is not finite or too large."""
-    invalid = np.argwhere(~(np.abs(values) <= MAX_PREDICTION))  # nan compares false
-    if len(invalid):
-        index = tuple(invalid[0].tolist())
-        raise RunsError(
-            f"{location}: prediction at {index} is {values[index]} ({len(invalid)} such); predictions must be finite, "
-            f"and at most {MAX_PREDICTION:g}"
-        )
-    return values

@@ -12,13 +12,14 @@
 Several worker processes fill a directory: each takes runs with `claim` and stores their results with `write_run`; at
 the end `compact` merges the results into two tables. Every file is written to a temporary name and renamed, so an
 existing file is complete. `training_runs` defines runs, utilities and environment.json; `utility_tables` reads and
-writes the tables. Shape letters: B subsets, S seeds, E units, T targets, R runs.
+writes the tables of utilities. Shape letters: B subsets, S seeds, E units, T targets, R runs.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import compress
 from pathlib import Path
 from typing import Self
 
@@ -27,27 +28,27 @@ import pyarrow as pa
 
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
-from grasp.errors import ModelError, RunsError
-from grasp.files import atomic_path, differences, discard, is_part, kind_of, remove_if_stale, write_atomically
+from grasp.errors import RunsError
+from grasp.files import atomic_path, differences, is_part, kind_of, remove_if_stale, write_atomically
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.runs.training_runs import (
-    FORMAT_VERSION,
+    INFO,
     MAX_EXAMPLES,
+    SIGNED_INFO,
+    SUBSETS,
+    UTILITIES,
     WHOLE_CORPUS_RUN,
-    RetrainedRunsInfo,
     Run,
+    RunsInfo,
     TrainingRuns,
 )
-from grasp.runs.utility_tables import encode_utilities, read_columns, read_utilities
+from grasp.runs.utility_tables import COLUMNS, RESULTS_SCHEMA, encode_utilities, read_results, result_array
 from grasp.store.locks import TTL_SECONDS, Lease, acquire_lease, generations
-from grasp.store.records import Signed
+from grasp.text import plain
 
-INFO = "environment.json"
-SUBSETS = "subsets.parquet"
-UTILITIES = "utilities.parquet"
 REFERENCE = "reference.parquet"
 RUNS_DIRECTORY = "runs"
 CLAIMS_DIRECTORY = "claims"
@@ -57,36 +58,17 @@ STEM_BYTES = 200  # longest file name of a run without suffix; file systems allo
 MAX_ID_LENGTH = 40  # characters of a subset id in a message
 MAX_DIFFERENCE_LENGTH = 400  # characters of a difference between settings in a message
 
-SIGNED_INFO = Signed(
-    INFO,
-    RetrainedRunsInfo,
-    "the record of an environment",
-    "grasp-environment",
-    FORMAT_VERSION,
-    "restore it from a copy",
-    RunsError,
-    missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
-    "import",
-)
-
 
 def is_environment(path: Path) -> bool:
     """Return whether the directory contains retrained runs."""
     try:
-        return bool(SIGNED_INFO.read(path))
+        return not SIGNED_INFO.read(path).metrics
     except RunsError:
         return False
 
 
 class RetrainedRuns(TrainingRuns):
     """Runs of `grasp retrain` in a directory, finished or in progress."""
-
-    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
-        super().__init__(path, info)
-        seeds = f"{len(info.seeds)} seed" + ("s" if len(info.seeds) > 1 else "")
-        model = f"for a model retrained as in {self.name} (recipe {info.recipe}, mean of {seeds})"
-        self.measurement = "change in nats per token", model
-        self.label = None if info.family is None else parse_family(info.family.spec).label
 
     # ------------------------------------------------------------------------------------- open, create
 
@@ -102,10 +84,15 @@ class RetrainedRuns(TrainingRuns):
             # the directory is untrusted: reading a named pipe would block forever
             if (kind := kind_of(path / name)) not in ("file", "nothing"):
                 raise RunsError(f"{path / name}: is a {kind}, expected a regular file; restore it")
-        return cls(path, SIGNED_INFO.read(path))
+        info = SIGNED_INFO.read(path)
+        if info.metrics:
+            raise RunsError(f"{path}: contains imported runs, expected a directory written by grasp retrain")
+        seeds = f"{len(info.seeds)} seed" + ("s" if len(info.seeds) > 1 else "")
+        model = f"for a model retrained as in {path.name} (recipe {info.recipe}, mean of {seeds})"
+        return cls(path, info, measurement=("change in nats per token", model))
 
     @classmethod
-    def create(cls, path: Path, info: RetrainedRunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
+    def create(cls, path: Path, info: RunsInfo, blocks: Iterable[SubsetBlock], rows: RowIndex) -> Self:
         """Create a directory of runs, or continue one that was created with the same settings.
 
         Seeds and subsets may be added; all other settings must be equal.
@@ -120,21 +107,38 @@ class RetrainedRuns(TrainingRuns):
         """
         path.mkdir(parents=True, exist_ok=True)
         with atomic_path(path / SUBSETS) as temporary:  # replaces the file only if no check fails
-            digest = SubsetDigest()
-            write_subsets(temporary, digest.update_with(blocks), rows, weights=True, compression_level=19)
-            unusable = {name for name, count in Counter(digest.ids).items() if count > 1 or name == WHOLE_CORPUS_RUN}
-            unusable |= {name for name in digest.ids if len(Run(0, name).stem) > STEM_BYTES}
-            if unusable or not digest.ids:
+            ids: list[str] = []
+            checksums: list[str] = []
+            digested = _with_checksums(blocks, ids, checksums)
+            write_subsets(temporary, digested, rows, weights=True, compression_level=19)
+            unusable = {name for name, count in Counter(ids).items() if count > 1 or name == WHOLE_CORPUS_RUN}
+            unusable |= {name for name in ids if len(Run(0, name).stem) > STEM_BYTES}
+            if unusable or not ids:
                 listed = [name[:MAX_ID_LENGTH] for name in sorted(unusable)[:MAX_EXAMPLES]]
                 raise RunsError(
-                    f"{path / SUBSETS}: subset ids {listed} of {len(digest.ids)} are repeated, reserved or take over "
+                    f"{path / SUBSETS}: subset ids {listed} of {len(ids)} are repeated, reserved or take over "
                     f"{STEM_BYTES} bytes in the name of a file; expected at least one subset, each with a unique name"
                 )
-            update = {"subset_ids": tuple(digest.ids), "masks_checksum": digest.checksums[-1]}
-            info = info.model_copy(update=update)
+            info = info.model_copy(update={"subset_ids": tuple(ids), "masks_checksum": checksums[-1]})
             if (path / INFO).exists():
                 recorded = SIGNED_INFO.read(path)
-                _check_resumable(path, recorded, info, digest)
+                may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
+                before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
+                problems = list(differences(before, now))
+                if info.seeds[: len(recorded.seeds)] != recorded.seeds:
+                    problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
+                n_recorded = len(recorded.subset_ids)
+                if len(ids) < n_recorded or checksums[n_recorded - 1] != recorded.masks_checksum:
+                    problems.append(
+                        f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(ids)} with "
+                        f"{checksums[-1]}"
+                    )
+                if problems:
+                    shortened = (plain(problem, MAX_DIFFERENCE_LENGTH) for problem in problems)
+                    raise RunsError(
+                        f"{path}: contains runs with other settings: {'; '.join(shortened)}; continue with the old "
+                        "settings, or use another directory"
+                    )
                 same_origin = {"made_by": recorded.made_by, "checksum": recorded.checksum}
                 nothing_added = recorded == info.model_copy(update=same_origin)
                 if nothing_added:  # then the record keeps who made it
@@ -163,11 +167,11 @@ class RetrainedRuns(TrainingRuns):
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
-        failed = self._failed_line()
+        failed = self.failed_line()
         build = self.info.build_command(self.path)
         next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
         notes = (*([failed] if failed else []), *next_commands)
-        return Result(pa.Table.from_pylist(lines), self._headline(), notes)
+        return Result(pa.Table.from_pylist(lines), self._description().headline, notes)
 
     def __repr__(self) -> str:
         return repr(self._description())
@@ -178,14 +182,12 @@ class RetrainedRuns(TrainingRuns):
     def _description(self) -> Result:
         """Return the contents of environment.json, without reading any runs."""
         units = {name: len(target.unit_ids) for name, target in self.info.targets.items()}
-        table = pa.table({"target": list(units), "units": list(units.values())})
-        return Result(table, self._headline(), ("summary() shows the results of the runs",))
-
-    def _headline(self) -> str:
-        return (
+        headline = (
             f"{self.path}: {self.role}, recipe {self.info.recipe}, {len(self.subset_ids)} subsets x "
             f"{len(self.info.seeds)} seeds of {self.info.n_rows:,} rows"
         )
+        table = pa.table({"target": list(units), "units": list(units.values())})
+        return Result(table, headline, ("summary() shows the results of the runs",))
 
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -212,11 +214,12 @@ class RetrainedRuns(TrainingRuns):
                 purpose=info.family.purpose,
                 block=block,
             )
-        digest = SubsetDigest()
-        yield from digest.update_with(blocks)
-        if tuple(digest.ids) != info.subset_ids or digest.checksums[-1] != info.masks_checksum:
+        ids: list[str] = []
+        checksums: list[str] = []
+        yield from _with_checksums(blocks, ids, checksums)
+        if tuple(ids) != info.subset_ids or checksums[-1] != info.masks_checksum:
             raise RunsError(
-                f"{self.path}: {len(digest.ids)} subsets with checksum {digest.checksums[-1]}, expected "
+                f"{self.path}: {len(ids)} subsets with checksum {checksums[-1]}, expected "
                 f"{len(info.subset_ids)} with {info.masks_checksum}; these are not the subsets trained on"
             )
 
@@ -234,7 +237,7 @@ class RetrainedRuns(TrainingRuns):
 
     def untried(self) -> tuple[Run, ...]:
         """Return the runs that have neither a result nor failed."""
-        failed = self._failures()
+        failed = self.failures()
         return tuple(run for run in self.pending() if run.stem not in failed)
 
     def claim(self, *, ttl: float = TTL_SECONDS) -> tuple[Run, Lease] | None:
@@ -284,11 +287,11 @@ class RetrainedRuns(TrainingRuns):
         all_runs = self.runs()
         assert not self.pending()
         if self._runs_in_single_files():
-            values_RE = self._utilities_RE()
-            for name, of_whole_corpus in ((REFERENCE, True), (UTILITIES, False)):
-                group = [r for r, run in enumerate(all_runs) if (run.subset_id == WHOLE_CORPUS_RUN) == of_whole_corpus]
-                if group:
-                    content = encode_utilities([all_runs[r] for r in group], self.units, values_RE[group])
+            values_RE = self._values_by_subset().swapaxes(0, 1).reshape(len(all_runs), -1)
+            is_whole_R = np.array([run.subset_id == WHOLE_CORPUS_RUN for run in all_runs])
+            for name, selected_R in ((REFERENCE, is_whole_R), (UTILITIES, ~is_whole_R)):
+                if selected_R.any():
+                    content = encode_utilities(list(compress(all_runs, selected_R)), self.units, values_RE[selected_R])
                     write_atomically(self.path / name, content)
         for run in all_runs:
             self._run_path(run).unlink(missing_ok=True)
@@ -303,32 +306,14 @@ class RetrainedRuns(TrainingRuns):
 
     # --------------------------------------------------------------------------------------- failed runs
 
-    def mark_failed(self, run: Run, message: str) -> None:
-        """Record the error message of a failed run."""
-        (self.path / FAILED_DIRECTORY).mkdir(exist_ok=True)
-        write_atomically(self.path / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(message.split()).encode())
-
-    def forget_failures(self) -> None:
-        """Delete the records of failed runs, so that they are retried."""
-        discard(self.path / FAILED_DIRECTORY)
-
-    def refuse_all_failed(self) -> None:
-        """Check that at least one run did not fail.
-
-        Raises:
-            ModelError: all runs failed.
-        """
-        if len(self._failures()) == len(self.runs()):
-            raise ModelError(f"{self.path}: {self._failed_line()}")
-
-    def _failures(self) -> dict[str, str]:
+    def failures(self) -> dict[str, str]:
         """Return the error messages of failed runs by stem."""
         files = sorted((self.path / FAILED_DIRECTORY).glob("[!.]*.txt"))
         return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
-    def _failed_line(self) -> str | None:
+    def failed_line(self) -> str | None:
         """Return the number of failed runs with the error of the first one; None if no run failed."""
-        failed = self._failures()
+        failed = self.failures()
         if not failed:
             return None
         stem, message = next(iter(failed.items()))
@@ -352,71 +337,46 @@ class RetrainedRuns(TrainingRuns):
         finished = set(self._runs_in_single_files())
         for path in (self.path / UTILITIES, self.path / REFERENCE):
             if path.exists():
-                pairs = read_columns(path, ["subset_id", "seed"]).group_by(["subset_id", "seed"]).aggregate([])
+                pairs = read_results(path, ("subset_id", "seed")).group_by(["subset_id", "seed"]).aggregate([])
                 finished |= {Run(row["seed"], row["subset_id"]) for row in pairs.to_pylist()} & set(self.runs())
         return finished
 
-    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return utilities of all `runs`, (R, E); nan for unfinished runs."""
-        all_runs, in_single_files = self.runs(), set(self._runs_in_single_files())
-        values_RE = np.full((len(all_runs), len(self.units)), np.nan)
-        for r, run in enumerate(all_runs):
-            with suppress(FileNotFoundError):  # merged and removed in the meantime
-                if run in in_single_files:
-                    values_RE[r] = read_utilities(self._run_path(run), [run], self.units)
-        for path in (self.path / UTILITIES, self.path / REFERENCE):
-            if path.exists():
-                merged_RE = read_utilities(path, all_runs, self.units)
-                values_RE = np.where(np.isnan(merged_RE), values_RE, merged_RE)
-        return values_RE
+    def _values_by_subset(self) -> F64:
+        single_files = [self._run_path(run) for run in self._runs_in_single_files()]
+        tables = [pa.schema([RESULTS_SCHEMA.field(name) for name in COLUMNS]).empty_table()]
+        for path in (*single_files, self.path / UTILITIES, self.path / REFERENCE):
+            with suppress(FileNotFoundError):  # not merged yet, or merged and removed in the meantime
+                tables.append(read_results(path))
+        results = pa.concat_tables(tables)
+        subset_ids = tuple(dict.fromkeys(run.subset_id for run in self.runs()))
+        values_BSE = result_array(results, subset_ids, self.info.seeds, self.units, str(self.path))
+        n_results_BS = np.isfinite(values_BSE).sum(axis=2)
+        has_result_BS = ~np.isnan(values_BSE).all(axis=2)
+        if n_missing := int((len(self.units) - n_results_BS)[has_result_BS].sum()):
+            b, s = np.argwhere(has_result_BS & (n_results_BS < len(self.units)))[0]
+            raise RunsError(
+                f"{self.path}: run {Run(self.info.seeds[s], subset_ids[b]).stem}: {n_missing} utilities are missing, "
+                "nan or infinite; delete these runs and retrain them"
+            )
+        return values_BSE
 
 
-class SubsetDigest:
-    """Running checksum of subset ids, rows, and weights other than 1, in order.
+def _with_checksums(blocks: Iterable[SubsetBlock], ids: list[str], checksums: list[str]) -> Iterator[SubsetBlock]:
+    """Yield blocks unchanged, and append the id of each subset, and a checksum of all subsets up to and including it.
 
-    Attributes:
-        ids: subset ids so far.
-        checksums: checksum of the subsets up to and including each one, to recognize runs to which subsets are added.
+    The checksum is that of ids, rows, and weights other than 1, in order. That of each subset recognizes runs to which
+    subsets are added.
     """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.ids: list[str] = []
-        self.checksums: list[str] = []
-
-    def update_with(self, blocks: Iterable[SubsetBlock]) -> Iterator[SubsetBlock]:
-        """Yield the blocks unchanged while adding them to the checksum."""
-        for block in blocks:
-            matrix = block.weights_BN
-            for b, subset_id in enumerate(block.subset_ids):
-                entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
-                order = np.argsort(matrix.indices[entries])
-                rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
-                self._digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
-                if (weights != 1.0).any():
-                    self._digest.update(weights.astype("<f8").tobytes())
-                self.ids.append(subset_id)
-                self.checksums.append(self._digest.hexdigest())
-            yield block
-
-
-def _check_resumable(path: Path, recorded: RetrainedRunsInfo, info: RetrainedRunsInfo, digest: SubsetDigest) -> None:
-    """Raise an error that names every difference to recorded runs, except for additional seeds and subsets."""
-    may_change = {"seeds", "subset_ids", "masks_checksum", "made_by", "checksum"}
-    before, now = (record.model_dump(mode="json", exclude=may_change) for record in (recorded, info))
-    problems = list(differences(before, now))
-    if info.seeds[: len(recorded.seeds)] != recorded.seeds:
-        problems.append(f"seeds: was {recorded.seeds}, is {info.seeds}")
-    n_recorded = len(recorded.subset_ids)
-    if len(digest.ids) < n_recorded or digest.checksums[n_recorded - 1] != recorded.masks_checksum:
-        problems.append(
-            f"subsets: was {n_recorded} with checksum {recorded.masks_checksum}, is {len(digest.ids)} with "
-            f"{digest.checksums[-1]}"
-        )
-    if problems:
-        limit = MAX_DIFFERENCE_LENGTH
-        shortened = [text if len(text) < limit else text[:limit] + " ..." for text in problems]
-        raise RunsError(
-            f"{path}: contains runs with other settings: {'; '.join(shortened)}; "
-            "continue with the old settings, or use another directory"
-        )
+    digest = hashlib.blake2b(digest_size=16)
+    for block in blocks:
+        matrix = block.weights_BN
+        for b, subset_id in enumerate(block.subset_ids):
+            entries = slice(matrix.indptr[b], matrix.indptr[b + 1])
+            order = np.argsort(matrix.indices[entries])
+            rows, weights = matrix.indices[entries][order], matrix.data[entries][order]
+            digest.update(subset_id.encode() + b"\0" + rows.astype("<i8").tobytes())
+            if (weights != 1.0).any():
+                digest.update(weights.astype("<f8").tobytes())
+            ids.append(subset_id)
+            checksums.append(digest.hexdigest())
+        yield block

@@ -39,23 +39,12 @@ class Covariance:
     """Covariance of g between subsets: the components, each times its variance.
 
     Attributes:
-        variances: variance of each component, by name; other names are ignored.
+        variances: variance of each component, by name; other names, such as `SHAPE_PARAMETERS`, are ignored.
         of_shares: the components that depend on shares.
     """
 
     variances: Mapping[str, float]
     of_shares: "ShareCovariance"
-
-    @classmethod
-    def from_hyperparameters(cls, hyperparameters: Mapping[str, float], share_nG: F64) -> Self:
-        """Normalize the components over the runs.
-
-        Args:
-            hyperparameters: variances of the components, and `SHAPE_PARAMETERS`.
-            share_nG: shares of the runs.
-        """
-        log_shape = [np.log(hyperparameters[name]) for name in SHAPE_PARAMETERS]
-        return cls(hyperparameters, ShareCovariance.from_shares(share_nG, log_shape))
 
     def between(self, subsets: SubsetFeatures, others: SubsetFeatures) -> F64:
         """Return the covariance between two sets of subsets with standardized features, (C, B, n)."""

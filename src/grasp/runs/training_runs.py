@@ -3,7 +3,8 @@
 A subset is a set of rows with weights; a model was trained on each subset with each seed. A `Run` is one such training.
 A utility is minus the loss in nats per token, or a metric of imported runs; higher is better. It is measured for every
 unit, i.e. every scored element of a target. Start with `TrainingRuns.utilities`. `retrained.RetrainedRuns` and
-`imported_runs.ImportedRuns` implement the base class.
+`table.RunTable` implement the base class; both are described by the same record, `RunsInfo`, and store their results in
+the same table, see `utility_tables`.
 
 Shape letters: B subsets, S seeds, E units of all targets, T targets, R runs.
 """
@@ -13,7 +14,7 @@ import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -25,15 +26,24 @@ from pydantic_core import to_jsonable_python
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.errors import RunsError
+from grasp.files import FileEntry
+from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import SubsetBlock
 from grasp.settings import CorpusSettings, Settings, TargetSettings
+from grasp.store.records import Signed
 from grasp.targets.margins import split_metric
 from grasp.targets.units import LossOn
 
 Role = Literal["dev", "held-out"]
+Kind = Literal["shares", "times", "rows"]
+Measure = Literal["tokens", "rows", "documents"]
+Direction = Literal["higher", "lower"]
 
 FORMAT_VERSION = 1
+INFO = "environment.json"
+SUBSETS = "subsets.parquet"
+UTILITIES = "utilities.parquet"
 WHOLE_CORPUS_RUN = "full"  # subset id of the runs on the whole corpus
 ALL_SUFFIX = "@all"  # suffix of targets with loss on every token
 MAX_EXAMPLES = 3
@@ -55,8 +65,8 @@ class FamilyInfo(Settings):
     purpose: str = Field(description="Name of the stream of random numbers.")
 
 
-class RetrainedRunsInfo(Settings):
-    """Contents of environment.json; imported runs have a record of this type in memory."""
+class RunsInfo(Settings):
+    """Contents of environment.json. Of imported runs, only the last fields are known before they have an artifact."""
 
     format: Literal["grasp-environment"] = "grasp-environment"
     format_version: int = FORMAT_VERSION
@@ -75,6 +85,13 @@ class RetrainedRunsInfo(Settings):
     masks_checksum: str = Field(description="Checksum of subset ids, row positions and weights, in order.")
     reference: bool = Field(True, description="Whether models are also trained on the whole corpus, one per seed.")
     made_by: dict[str, Any] = Field({}, description="Program, versions and settings; not compared on resume.")
+    kind: Kind = Field("rows", description="What has weights: shares of label values, times each is seen, or rows.")
+    label: str | None = Field(None, description="The label, for shares and times.")
+    measure: Measure = Field("tokens", description="What shares are shares of: the training tokens, rows or documents.")
+    metrics: dict[str, Direction] = Field({}, description="higher or lower is better, by metric of imported runs.")
+    files: dict[Literal["subsets.parquet", "utilities.parquet"], FileEntry] = Field(
+        {}, description="Checksums of the files of imported runs, which are written at once."
+    )
     checksum: str = Field(
         "", description="Checksum of this file, computed with zeros in its place; empty: written by hand."
     )
@@ -103,6 +120,19 @@ class RetrainedRunsInfo(Settings):
                 if value != to_jsonable_python(field.get_default(call_default_factory=True)):
                     arguments += ["--set", f"{group}.{name}={json.dumps(value)}"]
         return f"grasp build {shlex.join([*arguments, '--out', 'art'])}"
+
+
+SIGNED_INFO = Signed(
+    INFO,
+    RunsInfo,
+    "the record of an environment",
+    "grasp-environment",
+    FORMAT_VERSION,
+    "restore it from a copy",
+    RunsError,
+    missing_message=f"is not an environment (no {INFO}); pass a directory written by grasp retrain or grasp runs "
+    "import",
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -148,34 +178,29 @@ class Utilities:
         )
 
 
+@dataclass(eq=False, repr=False)
 class TrainingRuns(ABC):
     """Base class of retrained and imported runs.
 
     Attributes:
-        measurement: text that describes the measured utility, and text that describes the models.
-        label: the label column that the subsets were drawn by, if any.
+        path: directory of the runs; of runs that are not saved, their name.
+        info: record of the runs.
+        notes: notes for reports.
         unit: unit of the utilities, used as column name.
         metric_of_target: metric of each target, for imported runs.
-        share_measure: what the shares of the label's values are shares of: rows, tokens or documents.
-        notes: notes for reports.
+        measurement: text that describes the measured utility, and text that describes the models.
     """
 
-    measurement: tuple[str, str]
-    label: str | None
-    unit = "nats"
-    metric_of_target: Mapping[str, str] = {}
-    share_measure: str = "rows"
+    path: Path
+    info: RunsInfo
     notes: Sequence[str] = ()
+    unit: str = "nats"
+    metric_of_target: Mapping[str, str] = field(default_factory=dict)
+    measurement: tuple[str, str] = ("", "")
 
-    def __init__(self, path: Path, info: RetrainedRunsInfo) -> None:
-        self.path = path
-        self.info = info
-
-    # --------------------------------------------------------------------------- abstract members
-
-    @abstractmethod
     def pending(self) -> tuple[Run, ...]:
         """Return the runs without a result."""
+        return ()
 
     @abstractmethod
     def subset_blocks(
@@ -184,13 +209,11 @@ class TrainingRuns(ABC):
         """Yield the subsets in blocks, in the order of `subset_ids`."""
 
     @abstractmethod
-    def _utilities_RE(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return utilities of all runs, (R, E); nan for unfinished runs.
+    def _values_by_subset(self) -> F64:
+        """Return utilities by subset and seed, (B, S, E), or (1 + B, S, E) with the whole corpus first; nan: no result.
 
-        The runs of the first seed come first. Among the runs of a seed, the one on the whole corpus comes first.
+        The whole corpus is included if models were trained on it.
         """
-
-    # -------------------------------------------------------------------------------------- description
 
     @property
     def name(self) -> str:
@@ -199,6 +222,11 @@ class TrainingRuns(ABC):
     @property
     def role(self) -> Role:
         return self.info.role
+
+    @property
+    def label(self) -> str | None:
+        """The label column that the subsets were drawn by, if any."""
+        return self.info.label if self.info.family is None else parse_family(self.info.family.spec).label
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -253,8 +281,6 @@ class TrainingRuns(ABC):
     def _check_target(self, target: str) -> None:
         if target not in self.info.targets:
             raise RunsError(f"{self.path}: has no target {target!r}, expected one of {list(self.info.targets)}")
-
-    # ---------------------------------------------------------------------------------------- utilities
 
     def utilities(
         self, target: str | None = None, *, seeds: Sequence[int] | None = None, partial: bool = False
@@ -311,7 +337,3 @@ class TrainingRuns(ABC):
         reference_SE = self.reference_utilities()
         columns_of_target = [[e for e, (name, _) in enumerate(self.units) if name == target] for target in targets]
         return np.stack([reference_SE[:, columns].mean(axis=1) for columns in columns_of_target], axis=1)
-
-    def _values_by_subset(self) -> F64:
-        """Return utilities by subset and seed, (1 + B, S, E); the first is the whole corpus, if it was trained on."""
-        return self._utilities_RE().reshape(len(self.info.seeds), -1, len(self.units)).swapaxes(0, 1)

@@ -25,13 +25,14 @@ from grasp.errors import SettingsError
 from grasp.select.items import Items
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
-from grasp.text import as_names
+from grasp.text import as_names, plain
 
 Unit = Literal["rows", "tokens", "documents"]
 BUDGET_EXAMPLES = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
 OPTIMAL_NOTE = "optimal: rows are scored one by one, so no other rows within the budget and bounds have a higher value"
 MAX_LISTED = 5  # label values, or unmet constraints, listed in a message
 MAX_NAME_CHARS = 60  # characters of a label value in a message
+ROUNDING = 1e-12  # tolerance of sums of shares
 NAME_COLUMNS = ("row_id", "doc_id")
 EXPECTED_FILE = "Parquet with a column row_id or doc_id, or text with one name per line"
 
@@ -158,27 +159,59 @@ def amounts_by_value(
             continue
         name = value if value in names else value.strip()
         if name not in names:
-            shown = ", ".join(
-                value_name if len(value_name) <= MAX_NAME_CHARS else f"{value_name[: MAX_NAME_CHARS - 3]}..."
-                for value_name in names[:MAX_LISTED]
-            )
-            more = ", ..." if len(names) > MAX_LISTED else ""
+            shown = first_few([plain(value_name, MAX_NAME_CHARS) for value_name in names])
             qualifier, grouped = (
                 (" in this artifact", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
             )
-            raise SettingsError(f"{flag}: {label} has no value {name!r}{qualifier}; it has {shown}{more}{grouped}")
+            raise SettingsError(f"{flag}: {label} has no value {name!r}{qualifier}; it has {shown}{grouped}")
         amounts[list(names).index(name)] = amount
     return amounts
 
 
-def parse_shares(texts: str | Sequence[str], flag: str, label: str, names: Sequence[str], n_grouped: int = 0) -> F64:
-    """Parse the floors or caps of a mixture as shares, (G,); nan for a value that has none. See `parse_bounds`.
+def parse_shares(
+    floor: str | Sequence[str], cap: str | Sequence[str], label: str, names: Sequence[str], n_grouped: int = 0
+) -> tuple[F64, F64]:
+    """Parse the floors and caps of a mixture as shares, (G,) each; nan for a value that has none. See `parse_bounds`.
 
     Raises:
         SettingsError: a bound is not a share, or the label has no such value.
     """
-    amounts = amounts_by_value(parse_bounds(texts, flag), flag, label, names, n_grouped=n_grouped)
-    return np.array([np.nan if amount is None else amount.value for amount in amounts])
+    floor_G, cap_G = (
+        np.array([np.nan if amount is None else amount.value for amount in amounts])
+        for amounts in (
+            amounts_by_value(parse_bounds(texts, flag), flag, label, names, n_grouped=n_grouped)
+            for flag, texts in (("floor", floor), ("cap", cap))
+        )
+    )
+    return floor_G, cap_G
+
+
+def check_share_bounds(low_G: F64, high_G: F64, names: Sequence[str], problems: Sequence[str] = ()) -> None:
+    """Check that a mixture lies within bounds.
+
+    Args:
+        low_G: lower bound of each share.
+        high_G: upper bound of each share, due to caps and repetition.
+        names: label values.
+        problems: further reasons why no mixture does.
+
+    Raises:
+        SettingsError: no mixture lies within the bounds, or there are further reasons.
+    """
+    found = [
+        f"{names[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
+        for g in np.flatnonzero(low_G > high_G + ROUNDING).tolist()
+    ]
+    if low_G.sum() > 1.0 + ROUNDING or high_G.sum() < 1.0 - ROUNDING:
+        found.append(f"the floors add up to {low_G.sum():.1%}, the caps (with --max-repeat) to {high_G.sum():.1%}")
+    if found or problems:
+        raise SettingsError(f"floor, cap: cannot be met: {first_few([*found, *problems], '; ')}")
+
+
+def first_few(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join the first texts, and count the others."""
+    more = f" and {len(texts) - MAX_LISTED:,} more" if len(texts) > MAX_LISTED else ""
+    return f"{separator.join(texts[:MAX_LISTED])}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +250,9 @@ class Constraints:
         """
         unit: Unit = budget.unit or "rows"
         allowed_M, labels = items.allowed_M, items.labels
-        cost_M = np.broadcast_to(np.int64(1), len(allowed_M))  # needs no memory
-        if unit == "tokens":
-            cost_M = items.tokens_M
-        elif unit == "rows" and items.rows_M is not None:
-            cost_M = items.rows_M
+        cost_M = items.rows_M if unit == "rows" else items.tokens_M
+        if unit == "documents":
+            cost_M = np.broadcast_to(np.int64(1), len(allowed_M))  # needs no memory
         pool_cost = cost_M[allowed_M]
         total, pool_total = int(cost_M.sum()), int(pool_cost.sum())
         size = budget.resolve(total)
@@ -276,8 +307,7 @@ class Constraints:
             flag, remedy = "cap", "raise the caps, or lower the budget"
             problems.append(f"it allows {available:,} {unit}, the budget is {size:,}")
         if problems:
-            more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-            raise SettingsError(f"{flag}: cannot be met: {'; '.join(problems[:MAX_LISTED])}{more}; {remedy}")
+            raise SettingsError(f"{flag}: cannot be met: {first_few(problems, '; ')}; {remedy}")
 
     @property
     def costs_differ(self) -> bool:
@@ -304,17 +334,11 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     Returns:
         Indices of the selected items, best first.
     """
-    if not constraints.has_label_constraints:
-        return _take_what_fits(order_P, constraints)
-    if not constraints.costs_differ:
-        return _take_by_counts(order_P, constraints)
-    return _take_with_reserves(order_P, constraints)
-
-
-def _take_what_fits(order_P: I64, constraints: Constraints) -> I64:
-    """Select without floors and caps: append runs of consecutive items that fit, and skip items that do not."""
+    if constraints.has_label_constraints:
+        return (_take_with_reserves if constraints.costs_differ else _take_by_counts)(order_P, constraints)
     if not constraints.costs_differ:
         return order_P[: constraints.budget]
+    # append runs of consecutive items that fit, and skip items that do not
     cost_P = constraints.cost_M[order_P]
     segments = [order_P[:0]]
     start, remaining = 0, constraints.budget
@@ -388,7 +412,18 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
     location = f"exclude {exclude}" if isinstance(exclude, Path | str) else "exclude"
     columns: tuple[str, ...] = NAME_COLUMNS
     if isinstance(exclude, Path | str):
-        exclude, columns = _read_names(Path(exclude))
+        path = Path(exclude)
+        with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
+            if path.suffix != ".parquet":
+                lines = path.read_text(encoding="utf-8-sig").split("\n")
+                exclude = [line.rstrip("\r") for line in lines if line.strip()]
+            else:
+                in_file = pq.read_schema(path).names
+                columns = tuple(name for name in NAME_COLUMNS if name in in_file)[:1]
+                if not columns:
+                    raise SettingsError(f"exclude: {path}: has columns {in_file}; expected {EXPECTED_FILE}")
+                names = plain_values(read_checksummed(path, columns).column(0))
+                exclude = [str(label_text(name)) for name in names if name is not None]
     values = pa.array(sorted(set(exclude)), pa.string())
     mask_N = np.zeros(artifact.n_rows, dtype=np.bool_)
     is_known = np.zeros(len(values), dtype=np.bool_)
@@ -409,18 +444,3 @@ def load_exclusions(artifact: ArtifactReader, exclude: Path | str | Sequence[str
         )
     n_unknown = int((~is_known).sum())
     return mask_N, f"{location}: {len(values):,} names exclude {int(mask_N.sum()):,} rows; {n_unknown:,} are unknown"
-
-
-def _read_names(path: Path) -> tuple[list[str], tuple[str, ...]]:
-    """Return the names in a file, and the columns of the artifact that they are values of."""
-    with readable_table(f"exclude: {path}", SettingsError, EXPECTED_FILE):
-        if path.suffix != ".parquet":
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
-            return [line.rstrip("\r") for line in lines if line.strip()], NAME_COLUMNS
-        columns = pq.read_schema(path).names
-        name_columns = [name for name in NAME_COLUMNS if name in columns]
-        if not name_columns:
-            raise SettingsError(f"exclude: {path}: has columns {columns}; expected {EXPECTED_FILE}")
-        column = name_columns[0]
-        names = plain_values(read_checksummed(path, [column]).column(0))
-        return [str(label_text(name)) for name in names if name is not None], (column,)

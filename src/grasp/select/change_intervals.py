@@ -103,13 +103,16 @@ def change_interval(
         if stop - start > 1:
             weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES, seed=t) / (stop - start)
             resampled_TR[t] = weights_RE @ change_1E[0, start:stop]
-    over_rows = codes_N is not None
-    error_T = row_errors(predictor, weights, codes_N, np.eye(len(weights_T))) if over_rows else np.zeros(len(weights_T))
-    error = row_errors(predictor, weights, codes_N, weights_T[:, None])[0] if over_rows else 0.0
-    low_T, high_T = _add_row_error(change_T, resampled_TR, error_T)
-    weighted_change, weighted_1R = np.array([change_T @ weights_T]), (weights_T @ resampled_TR)[None]
-    (low,), (high,) = _add_row_error(weighted_change, weighted_1R, np.array([error]))
-    return ChangeInterval(None, low_T, high_T, (float(low), float(high)), "units and rows" if over_rows else "units")
+    # the targets, and their weighted mean
+    combined_TC = np.column_stack([np.eye(len(weights_T)), weights_T])
+    change_C, resampled_CR = change_T @ combined_TC, np.vstack([resampled_TR, weights_T @ resampled_TR])
+    error_C = np.zeros(len(change_C)) if codes_N is None else row_errors(predictor, weights, codes_N, combined_TC)
+    low_C, high_C = np.quantile(resampled_CR, TAILS, axis=1)
+    # the error over rows is added in quadrature to each half of the interval
+    low_C = change_C - np.hypot(change_C - low_C, NORMAL * error_C)
+    high_C = change_C + np.hypot(high_C - change_C, NORMAL * error_C)
+    over, weighted = "units" if codes_N is None else "units and rows", (float(low_C[-1]), float(high_C[-1]))
+    return ChangeInterval(None, low_C[:-1], high_C[:-1], weighted, over)
 
 
 def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Weights) -> F64:
@@ -128,14 +131,13 @@ def changes_by_unit(artifact: ArtifactReader, predictor: Predictor, weights: Wei
     return predictor.change_by_units(sum_BE - np.outer(effective.sums, mean_E), mean_E, predictor.sums(weights))
 
 
-def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, combined_TC: F64) -> F64:
+def row_errors(predictor: Predictor, weights: Weights, codes_N: I32, combined_TC: F64) -> F64:
     """Return the standard error over rows of linear combinations of the target changes of a mixture, (C,).
 
     Args:
         codes_N: slice of each row.
         combined_TC: coefficients of the combinations.
     """
-    assert codes_N is not None
     effective = predictor.effective_weights(weights)
     assert effective.mix is not None
     c_G = effective.mix[0] / weights.sums[0]
@@ -147,10 +149,3 @@ def row_errors(predictor: Predictor, weights: Weights, codes_N: I32 | None, comb
         unbiased_G = square_G * n_rows_G / np.maximum(n_rows_G - 1, 1)  # n_g s_g^2
         variances.append(float(((c_G - 1.0 / predictor.n_rows) ** 2) @ unbiased_G))
     return np.sqrt(variances)
-
-
-def _add_row_error(change_T: F64, resampled_TR: F64, error_T: F64) -> tuple[F64, F64]:
-    """Return quantiles of the resamples, with the error over rows added in quadrature to each half of the interval."""
-    low_T, high_T = np.quantile(resampled_TR, TAILS, axis=1)
-    lower_T, upper_T = np.hypot(change_T - low_T, NORMAL * error_T), np.hypot(high_T - change_T, NORMAL * error_T)
-    return change_T - lower_T, change_T + upper_T

@@ -7,10 +7,10 @@ fingerprint, which is a hash of ids and tokens.
 Shape letters: N rows, M documents of the corpus.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice, tee, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
@@ -39,8 +39,8 @@ from grasp.files import discard, temporary_path, write_atomically
 from grasp.models.build_source import BuildSource, require_here
 from grasp.predict.weights import mask_of
 from grasp.results import write_table
-from grasp.select.export_tables import table_of_records, to_readable_table
-from grasp.select.record_files import Export, FileFormat, Item, ShardSize, write_corpus
+from grasp.select.export_tables import to_readable_table
+from grasp.select.record_files import Export, FileFormat, Item, ShardSize, batch_tables, write_corpus
 from grasp.settings import CorpusSettings
 from grasp.yaml_files import validated
 
@@ -133,7 +133,12 @@ class Exporter:
             selected_N = mask_of(selection.row_index, artifact.n_rows)
             documents = select_documents(rows, selected_N, rule or "all", others=left_out)
         if say is not None and rule is not None:
-            say(documents.describe(rule))
+            text = f"whole documents ({rule}): {len(documents.names):,} with {documents.tokens:,} tokens"
+            if documents.added:
+                text += f"; {documents.added:,} of them in rows that are not selected"
+            if documents.lost:
+                text += f"; {documents.lost:,} tokens of selected rows are dropped with their documents"
+            say(text)
         if self.ids is not None:
             documents.write_ids(self.ids)
         provenance |= {} if rule is None else {"documents": rule}
@@ -204,24 +209,25 @@ def stored_rows(
             return
     try:
         rows = RowStore.write(aside, corpus.settings, tokenizer(), shard_rows=artifact.grid.shard_rows, corpus=corpus)
-        if rows.fingerprint != fingerprint:
-            raise CorpusError(f"{corpus.settings.path}: {_difference(artifact, rows)}")
-        yield rows
+        if rows.fingerprint == fingerprint:
+            yield rows
+            return
+        expected_ids = (row_id for batch in artifact.row_batches(["row_id"]) for row_id in batch.column(0).to_pylist())
+        shards = (rows.read_columns(k, ("row_id",))["row_id"] for k in range(rows.n_shards))
+        pairs = zip_longest((row_id for shard in shards for row_id in shard.to_pylist()), expected_ids)
+        row_id, expected = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        remedy = "the artifact was built from another corpus; pass the path of that one with `corpus`"
+        if row_id == expected:  # all ids are the same
+            remedy += ", or restore the tokenizer"
+            difference = f"its rows have the ids of {artifact.location} but other tokens"
+        elif expected is None:
+            difference = f"has {row_id!r} beyond the {artifact.n_rows:,} rows of {artifact.location}"
+        else:
+            got = "ends" if row_id is None else f"has {row_id!r}"
+            difference = f"{got} where {artifact.location} has row {expected!r}"
+        raise CorpusError(f"{corpus.settings.path}: {difference}; {remedy}")
     finally:
         discard(aside)
-
-
-def _difference(artifact: ArtifactReader, rows: RowStore) -> str:
-    """Describe the first difference between the rows of a corpus and those of the artifact, and what to do."""
-    remedy = "the artifact was built from another corpus; pass the path of that one with `corpus`"
-    expected = (name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist())
-    names = (name for k in range(rows.n_shards) for name in rows.read_columns(k, ("row_id",))["row_id"].to_pylist())
-    for row, name in zip_longest(names, expected):
-        if name is None:
-            return f"has {row!r} beyond the {artifact.n_rows:,} rows of {artifact.location}; {remedy}"
-        if row != name:
-            return f"{'ends' if row is None else f'has {row!r}'} where {artifact.location} has row {name!r}; {remedy}"
-    return f"its rows have the ids of {artifact.location} but other tokens; {remedy}, or restore the tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +237,6 @@ class DocumentSelection:
     Attributes:
         mask_M: whether a document is selected.
         names: ids of the selected documents: the row_id or doc_id of the corpus, or a generated one.
-        records: their positions in the corpus.
         tokens: their number of tokens.
         added: how many of these tokens are in rows that are not selected.
         lost: tokens of selected rows whose documents are not selected.
@@ -239,19 +244,9 @@ class DocumentSelection:
 
     mask_M: Bool
     names: tuple[str, ...]
-    records: tuple[int, ...]
     tokens: int
     added: int
     lost: int
-
-    def describe(self, rule: Rule) -> str:
-        """Return what whole documents add to the selected rows, and what they drop."""
-        text = f"whole documents ({rule}): {len(self.names):,} with {self.tokens:,} tokens"
-        if self.added:
-            text += f"; {self.added:,} of them in rows that are not selected"
-        if self.lost:
-            text += f"; {self.lost:,} tokens of selected rows are dropped with their documents"
-        return text
 
     def write_ids(self, path: Path) -> None:
         """Write a table with columns name and record, or a text file with one name per line, atomically.
@@ -260,7 +255,8 @@ class DocumentSelection:
             SettingsError: a name contains a line break and the file is text.
         """
         if path.suffix in (".csv", ".parquet"):
-            write_table(pa.table({"name": pa.array(self.names, pa.string()), "record": pa.array(self.records)}), path)
+            names, records = pa.array(self.names, pa.string()), pa.array(np.flatnonzero(self.mask_M))
+            write_table(pa.table({"name": names, "record": records}), path)
             return
         for name in self.names:
             if "\n" in name or "\r" in name:
@@ -303,9 +299,8 @@ def select_documents(rows: RowStore, selected_N: Bool, rule: Rule, *, others: bo
         is_named = pa.array(first_N[shard] & mask_M[document_N[shard]])
         names += rows.read_columns(k, ("row_id",))["row_id"].filter(is_named).to_pylist()
     n_tokens, n_selected = int(tokens_M[mask_M].sum()), int(selected_tokens_M[mask_M].sum())
-    records = tuple(np.flatnonzero(mask_M).tolist())
     n_lost = int(selected_tokens_M.sum()) - n_selected
-    return DocumentSelection(mask_M, tuple(names), records, n_tokens, n_tokens - n_selected, n_lost)
+    return DocumentSelection(mask_M, tuple(names), n_tokens, n_tokens - n_selected, n_lost)
 
 
 def row_tables(
@@ -332,81 +327,67 @@ def row_tables(
     """
     rank_N = np.full(artifact.n_rows, -1, dtype=np.int64)  # -1: not selected
     rank_N[row_index] = np.arange(len(row_index))
-    texts = rows.texts(np.flatnonzero(rank_N >= 0), corpus, tokenizer)
+    selected = np.flatnonzero(rank_N >= 0)
+    texts = rows.texts(selected, corpus, tokenizer)
     document_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
     text_name = (artifact.manifest.details.get("columns") or {}).get("text", "text")
-
-    def selected_batches() -> Iterator[tuple[I64, pa.RecordBatch]]:
-        stop = 0
-        for batch in artifact.row_batches(None, batch_rows=BLOCK_ROWS):
-            start, stop = stop, stop + batch.num_rows
-            in_batch = np.flatnonzero(rank_N[start:stop] >= 0)
-            if len(in_batch):
-                yield start + in_batch, batch.take(pa.array(in_batch))
-
-    batches, for_documents = tee(selected_batches())
-    other_columns = _other_columns(corpus, (document_N[selected].astype(np.int64) for selected, _ in for_documents))
-    for (selected, batch), other_tables in zip(batches, other_columns, strict=True):
-        stored = pa.Table.from_batches([batch]).replace_schema_metadata(None)
-        shard = rows.rows(selected)
-        ids = [shard.ids(i) for i in range(len(shard))]
-        row_texts = [
-            tokenizer().decode([row.tolist()])[0] if text is None else text
-            for row, text in zip(ids, islice(texts, len(shard)), strict=True)
-        ]
-        row_columns = {
-            "row_id": stored["row_id"],
-            "doc_id": stored["doc_id"],
-            text_name: pa.array(row_texts, pa.large_string()),
-            "input_ids": pa.array(ids, pa.list_(pa.int32())),
-            "n_tokens": stored["n_tokens"],
-            "order": pa.array(rank_N[selected]),
-            "effect": pa.array(effect[rank_N[selected]]),
-        }
-        path_labels = ("file", "directory") if corpus.settings.path_labels else ()  # no record has them
-        columns = pa.table(row_columns | {name: stored[name] for name in path_labels if name in stored.column_names})
-        first = 0
-        for n_rows, others in other_tables:
-            table = columns.slice(first, n_rows)
-            first += n_rows
-            for other in others.schema:
+    path_labels = ("file", "directory") if corpus.settings.path_labels else ()  # no record has them
+    for table in batch_tables(_other_columns(corpus, document_N[selected].astype(np.int64))):
+        for start in range(0, len(table), BLOCK_ROWS):
+            others = table.slice(start, BLOCK_ROWS)
+            part, selected = selected[: len(others)], selected[len(others) :]
+            stored, shard = artifact.rows(part), rows.rows(part)
+            ids = [shard.ids(i) for i in range(len(part))]
+            row_texts = [
+                tokenizer().decode([row.tolist()])[0] if text is None else text
+                for row, text in zip(ids, islice(texts, len(part)), strict=True)
+            ]
+            row_columns = {
+                "row_id": stored["row_id"],
+                "doc_id": stored["doc_id"],
+                text_name: pa.array(row_texts, pa.large_string()),
+                "input_ids": pa.array(ids, pa.list_(pa.int32())),
+                "n_tokens": stored["n_tokens"],
+                "order": pa.array(rank_N[part]),
+                "effect": pa.array(effect[rank_N[part]]),
+            }
+            columns = pa.table(
+                row_columns | {name: stored[name] for name in path_labels if name in stored.column_names}
+            )
+            for other in others.drop_columns(DOCUMENT_COLUMN).schema:
                 name = f"{other.name}_" if other.name in row_columns else other.name
-                table = table.append_column(other.with_name(name), others[other.name])
-            yield table
+                columns = columns.append_column(other.with_name(name), others[other.name])
+            yield columns
 
 
-def _other_columns(corpus: Corpus, batches: Iterable[I64]) -> Iterator[list[tuple[int, pa.Table]]]:
-    """Yield the columns of the records of a corpus other than content, row_id and doc_id, read once, in order."""
+def _other_columns(corpus: Corpus, documents: I64) -> Iterator[Item]:
+    """Yield the records of documents, ascending and possibly repeated, without content and ids, with the document."""
     names_by_file: dict[str, list[str]] = {}
 
-    def names_of_others(columns: Mapping[str, Any], location: str) -> list[str]:
-        content = content_columns(corpus.settings, dict.fromkeys(columns), location)
-        ids = {*id_columns(corpus.settings, list(columns), location)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
+    def names_of_others(columns: Mapping[str, Any]) -> list[str]:
+        content, _ = content_columns(corpus.settings, dict.fromkeys(columns))
+        ids = {*id_columns(corpus.settings, columns)} & {ROW_ID_COLUMNS[0], DOC_ID_COLUMN}  # ours
         return [name for name in columns if name not in content and name not in ids]
 
     def select(schema: pa.Schema, name: str) -> Sequence[str]:
-        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema}, name)
+        names = names_by_file[name] = names_of_others({column.name: column.type for column in schema})
         return names or schema.names[:1]  # Arrow does not count the rows of a table without columns
 
-    chunks, stop = corpus.source.chunks(0, select), 0
-    for documents in batches:
-        tables: list[tuple[int, pa.Table]] = []
-        records: list[Mapping[str, Any]] = []
-        first = 0
-        while first < len(documents):
-            while documents[first] >= stop:
-                chunk = next(chunks)
-                stop = chunk.index + (1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows)
-            last = int(np.searchsorted(documents, stop))
-            if isinstance(chunk, JsonRecord):
-                ((_, values),) = records_in(chunk)
-                others = {name: values[name] for name in names_of_others(values, chunk.location)}
-                records += [others] * (last - first)
-            else:
-                table = to_readable_table(chunk.batch.select(names_by_file[chunk.name]))
-                tables.append((last - first, table.take(pa.array(documents[first:last] - chunk.index))))
-            first = last
-        yield [*tables, (len(records), table_of_records(records))] if records else tables
+    for chunk in corpus.source.chunks(0, select):
+        if chunk.index > documents[-1]:
+            return
+        stop = chunk.index + (1 if isinstance(chunk, JsonRecord) else chunk.batch.num_rows)
+        in_chunk = documents[slice(*np.searchsorted(documents, [chunk.index, stop]))]
+        if not len(in_chunk):
+            continue
+        if isinstance(chunk, JsonRecord):
+            ((_, values),) = records_in(chunk)
+            names = names_of_others(values)
+            yield from [{DOCUMENT_COLUMN: chunk.index} | {name: values[name] for name in names}] * len(in_chunk)
+        else:
+            table = to_readable_table(chunk.batch).take(pa.array(in_chunk - chunk.index))
+            table = table.append_column(DOCUMENT_COLUMN, pa.array(in_chunk))
+            yield table.select([DOCUMENT_COLUMN, *names_by_file[chunk.name]])
 
 
 def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from itertools import combinations
 from math import isnan
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,19 +43,6 @@ from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.files import temporary_path
 from grasp.text import json_text
-
-
-class Conversion(NamedTuple):
-    """How a column is brought to the type that it has in all files.
-
-    Attributes:
-        dtype: type of the column.
-        method: "cast" by Arrow, "json" as JSON text, or by `column_of` as labels of a kind.
-    """
-
-    dtype: pa.DataType
-    method: Literal["cast", "json"] | Kind
-
 
 _PROMOTABLE_TESTS = (  # tests for groups of types that Arrow promotes to one another without changing a value
     is_text,
@@ -148,10 +135,10 @@ def unify_schemas(files: Sequence[Path]) -> None:
         with pq.ParquetFile(file) as opened, pq.ParquetWriter(part, target, compression="zstd") as writer:
             for batch in parquet_batches(opened, schema.names):
                 columns = [
-                    _convert(name, batch.column(name), conversion)
+                    _convert(name, batch.column(name), dtype, kind)
                     if name in schema.names
-                    else pa.nulls(len(batch), conversion.dtype)
-                    for name, conversion in conversions.items()
+                    else pa.nulls(len(batch), dtype)
+                    for name, (dtype, kind) in conversions.items()
                 ]
                 writer.write_table(pa.table(columns, schema=target))
         os.replace(part, file)
@@ -192,7 +179,7 @@ def _to_readable(name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
         except (pa.ArrowException, TypeError):
             target = None
     if target is None:
-        return _convert(name, column, Conversion(pa.json_(), "json"))
+        return _convert(name, column, pa.json_())
     if is_text(target) and not is_text(column.type):
         return pa.chunked_array([column_of(plain_values(column), "string")])
     return column.cast(target)
@@ -231,36 +218,36 @@ def _readable_type(dtype: pa.DataType) -> pa.DataType | None:
     return None
 
 
-def _column_batches(files: Sequence[Path], name: str) -> Iterator[pa.Array]:
-    """Yield a column of those files that have it."""
-    for file in files:
-        with pq.ParquetFile(file) as opened:
-            if name in opened.schema_arrow.names:
-                for batch in parquet_batches(opened, [name]):
-                    yield batch.column(0)
+def _choose_conversion(
+    files: Sequence[Path], schemas: Sequence[pa.Schema], name: str
+) -> tuple[pa.DataType, Kind | None]:
+    """Return the type that holds a column of all files, and the kind of label that its values become, if any."""
 
+    def batches() -> Iterator[pa.Array]:
+        for file, schema in zip(files, schemas, strict=True):
+            if name in schema.names:
+                with pq.ParquetFile(file) as opened:
+                    yield from (batch.column(0) for batch in parquet_batches(opened, [name]))
 
-def _choose_conversion(files: Sequence[Path], schemas: Sequence[pa.Schema], name: str) -> Conversion:
-    """Return the type that holds a column of all files, and how the column is brought to it."""
     types = list(dict.fromkeys(schema.field(name).type for schema in schemas if name in schema.names))
     types = [dtype for dtype in types if not pa.types.is_null(dtype)] or [pa.null()]
     if len(types) == 1:
-        return Conversion(types[0], "cast")
+        return types[0], None
     # Time zones do not change the moment that is stored, but Arrow does not promote one to another.
     if all(pa.types.is_timestamp(dtype) and dtype.tz is not None for dtype in types):
         types = [pa.timestamp(dtype.unit, "UTC") for dtype in types]
     numbers = all(pa.types.is_integer(dtype) or pa.types.is_floating(dtype) for dtype in types)
     if numbers or all(_same_kind(left, right) for left, right in combinations(types, 2)):
         with suppress(pa.ArrowException):  # not promoted, or a value cannot be cast
-            schemas = [pa.schema([("", dtype)]) for dtype in types]
-            promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-            for column in _column_batches(files, name):
+            single_columns = [pa.schema([("", dtype)]) for dtype in types]
+            promoted = pa.unify_schemas(single_columns, promote_options="permissive").field(0).type
+            for column in batches():
                 column.cast(promoted)
-            return Conversion(promoted, "cast")
+            return promoted, None
     if all(is_label(dtype) and not is_json(dtype) for dtype in types):
-        kind = widest({kind_of_all(plain_values(column)) for column in _column_batches(files, name)})
-        return Conversion(ARROW_TYPE[kind], kind)
-    return Conversion(pa.json_(), "json")
+        kind = widest({kind_of_all(plain_values(column)) for column in batches()})
+        return ARROW_TYPE[kind], kind
+    return pa.json_(), None
 
 
 def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
@@ -275,21 +262,20 @@ def _same_kind(left: pa.DataType, right: pa.DataType) -> bool:
     return left == right or any(test(left) and test(right) for test in _PROMOTABLE_TESTS)
 
 
-def _convert(name: str, column: pa.Array | pa.ChunkedArray, conversion: Conversion) -> pa.Array | pa.ChunkedArray:
-    """Convert a column to the type that all files have in common."""
-    target, method = conversion.dtype, conversion.method
+def _convert(
+    name: str, column: pa.Array | pa.ChunkedArray, target: pa.DataType, kind: Kind | None = None
+) -> pa.Array | pa.ChunkedArray:
+    """Convert a column to the type that all files have in common: as labels of a kind, as JSON text, or by a cast."""
     if column.type == target:
         return column
     if pa.types.is_null(column.type):
         return pa.nulls(len(column), target)
-    if method == "cast":
+    if kind is not None:  # labels have no NaN: it is stored as null
+        return column_of([None if isinstance(v, float) and isnan(v) else v for v in plain_values(column)], kind)
+    if not is_json(target):
         return column.cast(target)
-    values = plain_values(column)
-    if method != "json":
-        # labels have no NaN: it is stored as null
-        return column_of([None if isinstance(v, float) and isnan(v) else v for v in values], method)
     try:
-        return _json_column(values)
+        return _json_column(plain_values(column))
     except TypeError as err:
         raise CorpusError(
             f"column {name!r}: {err}: {column.type} cannot be written as JSON, the one type that would hold all its "

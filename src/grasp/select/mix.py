@@ -32,12 +32,11 @@ from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
-from grasp.select.budget import parse_amount, parse_shares, parse_tokens
+from grasp.select.budget import ROUNDING, check_share_bounds, parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
     SelectionObjective,
-    ranking_protocol,
     repetition_law,
     weighted_targets,
 )
@@ -47,13 +46,11 @@ if TYPE_CHECKING:
     from grasp.runs.table import RunTable
     from grasp.runs.training_runs import TrainingRuns
 
-MAX_BOUNDS_SHOWN = 5  # unmet bounds listed in an error message
 MAX_LINES_SHOWN = 30  # rows of the printed table
 MIXTURE = "mixture"  # name of the subset
 MAX_REPEAT = 4.0  # data repeated more often is worth clearly less than new data: arXiv 2305.16264
 SEGMENTS = 32  # segments of the piecewise linear approximation of a slice's term
 TINY = 1e-12  # smallest divisor
-ROUNDING = 1e-12  # tolerance of sums of shares
 MAX_RELATIVE_GAP = 1e-3  # relative error of that approximation; a larger gap to the upper bound is reported
 
 
@@ -64,12 +61,16 @@ class Mixture(OptimizationResult):
     Attributes:
         table: columns value, expression, rows, now, proposed, times_as_often; one row per label value.
         optimum: statement on optimality, for the output.
+        gap: upper bound on the distance of the value to the optimum; 0 if the runs decide, as it is unknown.
+        moved: share of the data that is moved between values.
     """
 
     kind = "mixture"
 
     label: str
     optimum: str
+    gap: float
+    moved: float
     slices: LabelSlices
 
     def write_weights(self, path: Path | str) -> None:
@@ -147,7 +148,6 @@ def mix(
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
-    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     check_max_repeat(max_repeat)
     tokens_N = row_tokens(artifact)
     column = label_column(artifact, by, "by")
@@ -163,11 +163,11 @@ def mix(
     current_G = slices.rows_G / slices.rows_G.sum()
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
     problem = MixtureProblem(low_G, high_G, current_G, max_distance)
-    objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
+    objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
-    changes, notes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
+    changes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
     value = float(objective.budget_predictor.change(weights)[0] @ objective.weights_T)
     optimum = "the optimum predicted by the runs" if objective.by_runs else "optimal"
     if gap > MAX_RELATIVE_GAP * abs(value):
@@ -178,7 +178,7 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
-    messages += [*notes, *protocol_notes]
+    messages += changes.notes
     if objective.by_runs:
         messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
     messages += [
@@ -214,14 +214,11 @@ def mix(
         ),
         f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
         tuple(messages),
-        targets=changes,
-        value=value,
-        unit=objective.predictor.unit,
-        params=params,
-        protocol=objective.predictor.protocol,
-        artifact=artifact,
+        **objective.result_fields(changes, value, params),
         label=slices.label,
         optimum=optimum,
+        gap=gap,
+        moved=moved,
         slices=slices,
     )
 
@@ -285,35 +282,21 @@ def _bounds(
 ) -> tuple[F64, F64]:
     """Return the lower and upper bound of each share, (G,): floors and caps, and `max_repeat` for other values."""
     names, current_G = slices.names, slices.rows_G / slices.rows_G.sum()
-    requested = [
-        parse_shares(texts, flag, slices.label, names, slices.n_grouped)
-        for flag, texts in (("floor", floor), ("cap", cap))
-    ]
-    floor_G, cap_G = np.nan_to_num(requested[0]), np.nan_to_num(requested[1], nan=1.0)
+    requested_G, cap_G = parse_shares(floor, cap, slices.label, names, slices.n_grouped)
+    floor_G, cap_G = np.nan_to_num(requested_G), np.nan_to_num(cap_G, nan=1.0)
     # a requested bound overrides a default one: a cap the default lower bound, a floor the default upper bound
     default_low_G = current_G / max_repeat
-    low_G = np.where(np.isnan(requested[0]), default_low_G, floor_G)
+    low_G = np.where(np.isnan(requested_G), default_low_G, floor_G)
     low_G = np.where(low_G > 0, np.maximum(low_G, default_low_G), 0.0)  # 0 %: may be dropped
     low_G = np.minimum(low_G, np.maximum(cap_G, floor_G))
     high_G = np.minimum(cap_G, np.maximum(max_repeat * current_G / epochs, floor_G))
 
-    problems = [
-        f"{names[g]} has a floor of {low_G[g]:.1%} and a cap of {high_G[g]:.1%}"
-        for g in np.flatnonzero(low_G > high_G + ROUNDING).tolist()
-    ]
-    if low_G.sum() > 1.0 + ROUNDING:
-        problems.append(f"the floors add up to {low_G.sum():.1%}")
-    if high_G.sum() < 1.0 - ROUNDING:
-        problems.append(
-            f"the caps, including max_repeat {max_repeat:g}, add up to {high_G.sum():.1%}, expected at least 100%"
-        )
     # satisfying the bounds may move more data than the distance allows
     up_G, down_G = np.maximum(low_G - current_G, 0.0), np.maximum(current_G - high_G, 0.0)
     min_distance = max(float(up_G.sum()), float(down_G.sum()))
+    problems = []
     if distance is not None and min_distance > distance + ROUNDING:
         worst = names[int(np.argmax(np.maximum(up_G, down_G)))]
         problems.append(f"they move {min_distance:.1%} of the data, mostly {worst}; the distance allows {distance:.1%}")
-    if problems:
-        more = f"; and {len(problems) - MAX_BOUNDS_SHOWN} more" if len(problems) > MAX_BOUNDS_SHOWN else ""
-        raise SettingsError(f"floor, cap: cannot be met: {'; '.join(problems[:MAX_BOUNDS_SHOWN])}{more}")
+    check_share_bounds(low_G, high_G, names, problems)
     return low_G, high_G

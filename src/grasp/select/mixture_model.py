@@ -26,6 +26,7 @@ from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
+from grasp.select.budget import first_few
 from grasp.select.linear_program import MixtureProblem, frank_wolfe
 from grasp.text import parse_names
 
@@ -110,7 +111,7 @@ class MixtureModel:
         share_RG = table.weights_RG()
         features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
         gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
-        sign_T = np.array([1.0 if table.info.metrics[name] == "higher" else -1.0 for name in table.metrics])
+        sign_T = table.sign_T
         return cls(table, share_RG, gaussian_process, weights_T, sign_T, constant, kinds)
 
     @property
@@ -278,8 +279,7 @@ def outside_note(
         g = int(np.argmax(beyond_BG[b]))
         covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
         outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
-    more = f" and {len(outside) - MAX_LISTED:,} more" if len(outside) > MAX_LISTED else ""
-    return [f"{heading}: {'; '.join(outside[:MAX_LISTED])}{more}"] if outside else []
+    return [f"{heading}: {first_few(outside, '; ')}"] if outside else []
 
 
 def mix_runs(

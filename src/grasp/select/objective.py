@@ -63,6 +63,7 @@ class OptimizationResult(Result):
         value: weighted mean of the changes, reduced by repetition under a training budget.
         unit: unit of the changes.
         params: arguments of the call.
+        outside: how the result extrapolates beyond the runs; empty if it does not.
     """
 
     kind: ClassVar[str]
@@ -73,6 +74,7 @@ class OptimizationResult(Result):
     params: Mapping[str, Any]
     protocol: ScoringProtocol
     artifact: ArtifactReader
+    outside: str
 
     def save(self, path: Path | str) -> Path:
         """Write the table as Parquet, and next to it a summary (.json) and the protocol (.protocol.yaml).
@@ -111,6 +113,7 @@ class OptimizationResult(Result):
             "value": self.value,
             "scale": self.unit,
             "protocol": self.protocol.model_dump(mode="json"),
+            "outside": self.outside,
             "notes": list(self.notes),
         }
 
@@ -146,6 +149,15 @@ class OptimizationResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluatedSubset:
+    """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes."""
+
+    targets: pa.Table
+    outside: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SelectionObjective:
     """Weighted mean of the predicted changes of the targets, as a function of a row or of a set of rows.
 
@@ -154,6 +166,7 @@ class SelectionObjective:
     counted in rows: half of the rows are seen twice as often, whatever their lengths.
 
     Attributes:
+        protocol: protocol that was requested; `predictor` uses its additive part.
         budget_predictor: `predictor` with the repetition law of the training budget, if there is one.
         weights_T: weights of the targets; they add up to 1.
         effect_N: weighted mean over the targets of the effect of each row.
@@ -164,6 +177,7 @@ class SelectionObjective:
     """
 
     artifact: ArtifactReader
+    protocol: ScoringProtocol
     predictor: Predictor
     budget_predictor: Predictor
     weights_T: F64
@@ -177,7 +191,7 @@ class SelectionObjective:
     def from_artifact(
         cls,
         artifact: ArtifactReader,
-        protocol: ScoringProtocol,
+        protocol: ScoringProtocol | Path | str | None,
         targets: Mapping[str, float],
         train_tokens: float | None,
         runs: "TrainingRuns | RunTable | Path | str | None",
@@ -188,7 +202,7 @@ class SelectionObjective:
 
         Args:
             artifact: artifact of the corpus.
-            protocol: protocol to predict with.
+            protocol: protocol to predict with. None: the built-in one.
             targets: weight of each target; they add up to 1.
             train_tokens: length of the training run; None: one epoch of the corpus.
             runs: retrained or imported runs.
@@ -201,7 +215,9 @@ class SelectionObjective:
             raise SettingsError("cautious: requires `runs`, and cannot be combined with train_tokens")
         sketches = () if runs is None else SIMILARITY_SKETCHES
         weights_T, tokens_N = np.array(list(targets.values())), row_tokens(artifact)
-        predictor = Predictor.from_artifact(artifact, protocol, list(targets), sketches=sketches)
+        rule = resolve_protocol(protocol, artifact)
+        additive = rule if rule.is_additive else rule.additive
+        predictor = Predictor.from_artifact(artifact, additive, list(targets), sketches=sketches)
         effect_N = predictor.task.effects.dot(weights_T)
         run_model = None
         if runs is not None:
@@ -214,9 +230,8 @@ class SelectionObjective:
         budget_predictor = predictor
         if train_tokens is not None:
             budget_predictor = replace(predictor, repetition_law=repetition_law(train_tokens, tokens_N))
-        return cls(
-            artifact, predictor, budget_predictor, weights_T, effect_N, tokens_N, train_tokens, run_model, cautious
-        )
+        terms = predictor, budget_predictor, weights_T, effect_N
+        return cls(artifact, rule, *terms, tokens_N, train_tokens, run_model, cautious)
 
     @property
     def by_runs(self) -> bool:
@@ -243,9 +258,12 @@ class SelectionObjective:
         # NaN: a target without runs, which does not count
         return np.asarray(np.nan_to_num(predicted.low_BT if self.cautious else predicted.change_BT) @ self.weights_T)
 
-    def evaluate(
-        self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None
-    ) -> tuple[pa.Table, tuple[str, ...]]:
+    def result_fields(self, changes: EvaluatedSubset, value: float, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of `OptimizationResult` other than those of `Result`."""
+        fields = {"unit": self.predictor.unit, "protocol": self.predictor.protocol, "artifact": self.artifact}
+        return {"targets": changes.targets, "outside": changes.outside, "value": value, "params": params, **fields}
+
+    def evaluate(self, name: str, weights: Weights, baseline: str, codes_N: I32 | None = None) -> EvaluatedSubset:
         """Predict the changes of one subset.
 
         Args:
@@ -255,7 +273,7 @@ class SelectionObjective:
             codes_N: slice of each row, for a mixture; its intervals are then over rows as well as over units.
 
         Returns:
-            Table `OptimizationResult.targets`, and notes on intervals, extrapolation and reliability.
+            The changes, and notes on intervals, extrapolation, reliability and the protocol.
         """
         columns = {"target": pa.array(self.predictor.units.targets, pa.string()), "weight": pa.array(self.weights_T)}
         # Reliability says how far a change carries over to other questions if single rows are selected by the known
@@ -270,6 +288,7 @@ class SelectionObjective:
                     f"{EXPECTED_COLUMN}{end}": pa.array(value_T, from_pandas=True) for end, value_T in ends.items()
                 }
         columns["change"] = pa.array(self.predictor.change(weights)[0])
+        outside = ""
         if self.run_model is None:
             assert interval is not None
             interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
@@ -279,19 +298,11 @@ class SelectionObjective:
             predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
             extrapolation.add([name], predicted)
             columns |= {end: pa.array(value_BT[0], from_pandas=True) for end, value_BT in predicted.columns.items()}
-            interval_notes = extrapolation.notes
-        reliability_notes = [of_target.note(target) for target, of_target in reliability.items()]
-        return pa.table(columns), (*interval_notes, *reliability_notes)
-
-
-def ranking_protocol(
-    artifact: ArtifactReader, protocol: ScoringProtocol | Path | str | None
-) -> tuple[ScoringProtocol, list[str]]:
-    """Return the additive part of the requested protocol, by which rows are selected, and a note if there is more."""
-    rule = resolve_protocol(protocol, artifact)
-    if rule.is_additive:
-        return rule, []
-    return rule.additive, [f"protocol {rule.name} is not additive: rows are selected by its additive part"]
+            interval_notes, outside = extrapolation.notes, predicted.outside[0]
+        notes = [*interval_notes, *(of_target.note(target) for target, of_target in reliability.items())]
+        if not self.protocol.is_additive:
+            notes.append(f"protocol {self.protocol.name} is not additive: rows are selected by its additive part")
+        return EvaluatedSubset(pa.table(columns), outside, tuple(notes))
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
@@ -315,12 +326,23 @@ def weighted_targets(
     targets_text = f"the artifact has {', '.join(artifact_targets)}"
     if targets is None:
         targets = artifact_targets if len(artifact_targets) == 1 else ()
+    pairs: list[tuple[str, float]] = []
+    problems: list[str] = []
     if isinstance(targets, str):
-        pairs = _parse_weighted_names(targets, artifact_targets)
+        # a name of the artifact, which may contain a comma or = (longest first, as one may be a prefix of another), or
+        # any other name; then its weight. Anything else is no target.
+        names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
+        pattern = rf"\s*(?:({names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)|.+"
+        for match in re.finditer(pattern, targets, re.DOTALL):
+            known_name, other_name, weight = match.groups()
+            try:
+                pairs.append((known_name or other_name or match[0], 1.0 if weight is None else float(weight)))
+            except ValueError:
+                problems.append(f"got {match[0].strip(' ,')!r}")
     else:
         pairs = [(name, float(targets[name]) if isinstance(targets, Mapping) else 1.0) for name in targets]
     weights, example = dict(pairs), ",".join(f"{name}={2 - k}" for k, name in enumerate(artifact_targets[:2]))
-    problems = [
+    problems += [
         f"got {name!r}{did_you_mean(name, artifact_targets)}" for name in weights if name not in artifact_targets
     ]
     problems += [
@@ -335,29 +357,3 @@ def weighted_targets(
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}
-
-
-def _parse_weighted_names(text: str, artifact_targets: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse `sciq=2,openbookqa`: names with weights, 1 where none is written."""
-    # longest first, since one name may be a prefix of another
-    known_names = "|".join(re.escape(name) for name in sorted(artifact_targets, key=len, reverse=True))
-    # groups: a name of the artifact, which may contain a comma or =; any other name; and a weight
-    pattern = re.compile(rf"\s*(?:({known_names})|([^,=]+?))\s*(?:=\s*([^,]*))?(?:,|$)")
-    pairs: list[tuple[str, float]] = []
-    position = 0
-    while position < len(text):
-        match = pattern.match(text, position)
-        if match is None:
-            raise SettingsError(
-                f"target: got {text[position:]!r}, expected target or target=weight; the artifact has "
-                f"{', '.join(artifact_targets)}"
-            )
-        known_name, other_name, weight = match.groups()
-        try:
-            pairs.append((known_name or other_name, 1.0 if weight is None else float(weight)))
-        except ValueError as err:
-            raise SettingsError(
-                f"target: got {match[0].strip(' ,')!r}, expected a target, or target=weight with a weight above 0"
-            ) from err
-        position = match.end()
-    return pairs

@@ -31,9 +31,9 @@ from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, TRAINED_SCHEMA
+from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
-from grasp.select.budget import parse_shares, parse_tokens
+from grasp.select.budget import check_share_bounds, first_few, parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
 from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 
@@ -44,6 +44,8 @@ QUADRATURE_NODES = 21  # of the Gauss-Hermite quadrature
 # A proposal is exploratory if more than this share of the candidates have a higher predicted mean.
 EXPLORATION_SHARE = 0.5
 BISECTION_STEPS = 80  # of `project_to_bounds`
+SHARE_DIGITS = 4  # decimal digits of proposed shares
+ROUNDING = 1e-6  # a share that differs from a decimal by no more than this times the last digit is this decimal
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,7 +116,9 @@ def propose_runs(
         largest_G, notes = repetition_caps(
             artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
-    low_G, high_G = share_bounds(label, values, floor, cap, largest_G)
+    floor_G, cap_G = parse_shares(floor, cap, label or "mixture", values)
+    low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
+    check_share_bounds(low_G, high_G, values)
     # random mixtures around the mean of the runs, within the bounds and, if possible, with a prediction
     mean_G = model.share_RG.mean(axis=0)
     drawn = [draw_dirichlet_shares(rng, np.maximum(mean_G, 1e-3)) for _ in range(CANDIDATES)]
@@ -123,12 +127,15 @@ def propose_runs(
     )
     selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
     share_KG = share_CG[selected_K]
+    rounded_KG = np.stack([round_shares(share_G, low_G, high_G) for share_G in share_KG])
+    has_prediction_K1 = (model.has_prediction(rounded_KG) >= model.has_prediction(share_KG))[:, None]
+    share_KG = np.where(has_prediction_K1, rounded_KG, share_KG)  # one at the end of the range is not rounded
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
         # as row weights, which `grasp retrain` trains on
         k, g = (index.ravel() for index in np.indices(share_KG.shape))
         shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
-        trained = pa.table([pa.array(column) for column in shares], TRAINED_SCHEMA.names).cast(TRAINED_SCHEMA)
+        trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
         files = artifact.files
         blocks, _ = row_weights(replace(model.table, trained=trained), files)
         corpus = files.manifest.fingerprints.get("corpus", "")
@@ -136,21 +143,8 @@ def propose_runs(
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
         notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
-    notes += _exploration_notes(model, names, share_KG, share_CG)
-    columns = {name: share_KG[:, g] for g, name in enumerate(values)}
-    return Proposal(
-        pa.table({"mixture": names, "gain": gain_K} | columns),
-        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to find the optimal mixture, in this order, "
-        f"given {n_runs:,} runs",
-        (f"gain: {gain}", *notes, *model.notes),
-        signs=False,
-    )
-
-
-def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64, share_CG: F64) -> list[str]:
-    """Return notes that name the proposals without a prediction, and those with a low predicted mean."""
     has_prediction_K = model.has_prediction(share_KG)
-    notes = outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
+    notes += outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)
     better_K = [float((expected_C > expected).mean()) for expected in model.predict_objective(share_KG)]
     exploratory = [
@@ -159,13 +153,18 @@ def _exploration_notes(model: MixtureModel, names: Sequence[str], share_KG: F64,
         if has_prediction and better > EXPLORATION_SHARE
     ]
     if exploratory:
-        more = f" and {len(exploratory) - MAX_LISTED:,} more" if len(exploratory) > MAX_LISTED else ""
         notes.append(
-            "exploratory, proposed for information rather than for its result: "
-            f"{', '.join(exploratory[:MAX_LISTED])}{more}; in brackets the share of mixtures with a higher predicted "
-            "mean"
+            f"exploratory, proposed for information rather than for its result: {first_few(exploratory)}; in brackets "
+            "the share of mixtures with a higher predicted mean"
         )
-    return notes
+    columns = {name: share_KG[:, g] for g, name in enumerate(values)}
+    return Proposal(
+        pa.table({"mixture": names, "gain": gain_K} | columns),
+        f"{len(names)} mixture{'s' * (len(names) != 1)} to train next to find the optimal mixture, in this order, "
+        f"given {n_runs:,} runs",
+        (f"gain: {gain}", *notes, *model.notes),
+        signs=False,
+    )
 
 
 def repetition_caps(
@@ -209,32 +208,6 @@ def repetition_caps(
     return largest_G, [f"no value is seen more than {max_repeat:g} times in {length} (--max-repeat)"]
 
 
-def share_bounds(
-    label: str | None, values: Sequence[str], floor: str | Sequence[str], cap: str | Sequence[str], largest_G: F64
-) -> tuple[F64, F64]:
-    """Return the lower and upper bound of the share of each value, (G,).
-
-    Args:
-        largest_G: upper bounds due to repetition.
-
-    Raises:
-        SettingsError: a bound is not a share, its value is unknown, or no mixture satisfies all bounds.
-    """
-    floor_G, cap_G = (
-        parse_shares(texts, flag, label or "mixture", values) for flag, texts in (("floor", floor), ("cap", cap))
-    )
-    low_G, high_G = np.nan_to_num(floor_G), np.minimum(np.nan_to_num(cap_G, nan=1.0), largest_G)
-    problems = [
-        f"{values[g]} has a floor of {low_G[g]:.1%} and at most {high_G[g]:.1%} (--cap, --max-repeat)"
-        for g in np.flatnonzero(low_G > high_G).tolist()
-    ]
-    if low_G.sum() > 1.0 or high_G.sum() < 1.0:
-        problems.append(f"floors add up to {low_G.sum():.1%}, caps to {high_G.sum():.1%}")
-    if problems:
-        raise SettingsError(f"floor, cap: no mixture satisfies them: {'; '.join(problems[:MAX_LISTED])}")
-    return low_G, high_G
-
-
 def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
     """Return clip(m p, low, high) for each mixture p, with the factor m for which it adds up to 1, (B, G).
 
@@ -249,6 +222,18 @@ def project_to_bounds(share_BG: F64, low_G: F64, high_G: F64) -> F64:
         is_above_B1 = np.clip(np.exp(middle_B1) * share_BG, low_G, high_G).sum(axis=1, keepdims=True) >= 1.0
         low_B1, high_B1 = np.where(is_above_B1, low_B1, middle_B1), np.where(is_above_B1, middle_B1, high_B1)
     return np.asarray(np.clip(np.exp(high_B1) * share_BG, low_G, high_G))
+
+
+def round_shares(share_G: F64, low_G: F64, high_G: F64) -> F64:
+    """Return decimals of SHARE_DIGITS digits within bounds that add up to 1; the shares themselves if impossible."""
+    scale = 10**SHARE_DIGITS
+    least_G, most_G = np.ceil(low_G * scale - ROUNDING), np.floor(high_G * scale + ROUNDING)
+    rounded_G = np.clip(np.floor(share_G * scale + ROUNDING), least_G, most_G)
+    by_remainder = np.argsort(rounded_G - share_G * scale, kind="stable")
+    n_missing = max(round(scale - rounded_G.sum()), 0)
+    rounded_G[by_remainder[(rounded_G < most_G)[by_remainder]][:n_missing]] += 1
+    is_valid = rounded_G.sum() == scale and (least_G <= rounded_G).all()
+    return np.asarray(rounded_G / scale if is_valid else share_G)
 
 
 def most_informative(

@@ -43,8 +43,6 @@ class SelectedItems:
     """Selected rows or whole documents.
 
     Attributes:
-        items: all items of the corpus.
-        constraints: constraints that the selection meets.
         item_index_P: indices of the selected items, best first.
         row_index: indices of the selected rows, best first.
         ranked_rows: the selected rows, followed by those that a larger budget would add; without these if there are
@@ -52,8 +50,6 @@ class SelectedItems:
         guarantee: what is known of the optimality.
     """
 
-    items: Items
-    constraints: Constraints
     item_index_P: I64
     row_index: I64
     ranked_rows: I64
@@ -75,7 +71,7 @@ def select_by_rank(objective: SelectionObjective, items: Items, constraints: Con
     elif not objective.by_runs and constraints.unit == "tokens":
         guarantee = token_guarantee(score_M, selected_P, constraints)
     rows, ranked_rows = items.ranked_rows(selected_P), items.ranked_rows(order_P)
-    return SelectedItems(items, constraints, selected_P, rows, ranked_rows, guarantee)
+    return SelectedItems(selected_P, rows, ranked_rows, guarantee)
 
 
 def token_guarantee(effect_M: F64, selected_P: I64, constraints: Constraints) -> str:
@@ -115,7 +111,7 @@ def _scores_by_runs(objective: SelectionObjective, items: Items, constraints: Co
         gradient_N = model.row_gradients(
             items.subsets(selected_M[None]), objective.weights_T, cautious=objective.cautious
         )
-        gradient_M = items.mean(gradient_N)
+        gradient_M = np.bincount(items.item_N, gradient_N) / items.rows_M
         score_BM = _scores_towards_corner(gradient_M, selected_M, _best_masks(gradient_M[None], constraints)[0])
         mask_BM = _best_masks(score_BM, constraints)
         value_B = objective.predicted_by_runs(items.subsets(mask_BM))
@@ -172,10 +168,10 @@ def _values_of_prefixes(objective: SelectionObjective, items: Items, ranked_rows
     start_B = np.concatenate([[0], sizes])
     parts = [np.sort(ranked_rows[first:stop]) for first, stop in itertools.pairwise(start_B)]
     indices = np.concatenate(parts)
-    added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), items.n_rows))
+    added_BN = csr_array((np.ones(len(indices)), indices, start_B), shape=(len(parts), len(items.item_N)))
     sums = objective.predictor.sums(Weights(added_BN)).cumulative()
     tokens_B = np.cumsum([int(objective.tokens_N[part].sum()) for part in parts])
-    last_B = items.per_row(items.effect_M)[ranked_rows[np.asarray(sizes) - 1]]
+    last_B = items.effect_M[items.item_N[ranked_rows[np.asarray(sizes) - 1]]]
     columns = (np.asarray(sizes), tokens_B, last_B, objective.value(sums))
     return Curve(*(tuple(column.tolist()) for column in columns))
 
@@ -190,31 +186,27 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
         SettingsError: no budget satisfies the floors and caps.
     """
     order_P = ranked(items.effect_M, among_N=items.allowed_M)
-    ranked_rows = items.ranked_rows(order_P)
-    n_rows_P = np.arange(1, len(order_P) + 1) if items.rows_M is None else np.cumsum(items.rows_M[order_P])
-    errors: list[SettingsError] = []
-
-    def constrained_value(n_rows: int) -> float:
-        try:
-            constraints = Constraints.from_budget(Amount(float(n_rows), False), items, floors, caps)
-        except SettingsError as err:
-            errors.append(err)
-            return -np.inf
-        rows = items.ranked_rows(take_within_budget(order_P, constraints))
-        weights = single_subset("budget", mask_of(rows, items.n_rows)).weights
-        return float(objective.value(objective.predictor.sums(weights))[0])
-
+    ranked_rows, infeasible = items.ranked_rows(order_P), SettingsError("")
+    n_rows_P = np.cumsum(items.rows_M[order_P])
     n_sizes, tolerance = PREFIX_GRID, PREFIX_TOLERANCE
     if floors or caps:
         n_sizes, tolerance = CONSTRAINED_GRID, CONSTRAINED_TOLERANCE
     sizes = np.unique(np.geomspace(1, len(order_P), n_sizes).round().astype(np.int64))
     while True:
         sizes_in_rows = n_rows_P[sizes - 1].tolist()
-        values: Sequence[float]
-        if floors or caps:
-            values = [constrained_value(n_rows) for n_rows in sizes_in_rows]
-        else:
-            values = _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        values: list[float] = []
+        if not (floors or caps):
+            values += _values_of_prefixes(objective, items, ranked_rows, sizes_in_rows).value
+        for n_rows in sizes_in_rows[len(values) :]:
+            try:
+                constraints = Constraints.from_budget(Amount(float(n_rows), False), items, floors, caps)
+            except SettingsError as err:
+                infeasible = err
+                values.append(-np.inf)
+                continue
+            rows = items.ranked_rows(take_within_budget(order_P, constraints))
+            weights = single_subset("budget", mask_of(rows, len(items.item_N))).weights
+            values.append(float(objective.value(objective.predictor.sums(weights))[0]))
         best = int(np.argmax(values))
         low, high = int(sizes[max(best - 1, 0)]), int(sizes[min(best + 1, len(sizes) - 1)])
         is_exact = len(sizes) == sizes[-1] - sizes[0] + 1  # every size of the interval was tried
@@ -222,5 +214,5 @@ def best_budget(objective: SelectionObjective, items: Items, floors: Bounds, cap
             break
         sizes = np.unique(np.linspace(low, high, n_sizes).round().astype(np.int64))
     if values[best] == -np.inf:
-        raise errors[-1]
+        raise infeasible
     return int(sizes_in_rows[best])

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import isnan
 from pathlib import Path
@@ -170,21 +171,23 @@ def _write_records(out: Path, form: FileFormat, items: Iterable[Item], size: Sha
     tables = _write_parquet(shards, items, size if is_final else ShardSize())
     n_records: int = sum(pq.read_metadata(file).num_rows for file in tables)
     if form.kind == "datasets":
-        _save_as_dataset(tables, shards / "cache", out)
+        datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
+        were_shown = not datasets.utils.are_progress_bars_disabled()
+        datasets.utils.disable_progress_bars()
+        try:
+            loaded = datasets.Dataset.from_parquet([str(file) for file in tables], cache_dir=str(shards / "cache"))
+            loaded.save_to_disk(str(out))
+        finally:
+            if were_shown:
+                datasets.utils.enable_progress_bars()
     elif not is_final:
         names = pq.read_schema(tables[0]).names if tables else []
-        _write_text(out, form, _read_records(tables), size, names)
+        batches = (batch for path in tables for batch in parquet_batches(pq.ParquetFile(path), names))
+        records = (record for batch in batches for _, record in records_in(ArrowChunk(0, "", 0, batch)))
+        _write_text(out, form, records, size, names)
     if not is_final:
         discard(shards)
     return n_records
-
-
-def _read_records(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the records of Parquet files."""
-    for path in files:
-        with pq.ParquetFile(path) as file:
-            for batch in parquet_batches(file, file.schema_arrow.names):
-                yield from (record for _, record in records_in(ArrowChunk(0, path.name, 0, batch)))
 
 
 def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: ShardSize, names: Iterable[str]) -> int:
@@ -194,11 +197,9 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
     if delimiter is not None:
         begin = _line(dict(zip(names, names, strict=True)), delimiter, names) + b"\n"
     codec = COMPRESSION_BY_SUFFIX.get(form.compression)
-
-    def open_file(path: Path) -> Any:
-        if codec is None or codec == "xz":
-            return (lzma.open if codec else open)(path, "wb")
-        return pa.CompressedOutputStream(str(path), codec)
+    open_file: Any = partial(pa.CompressedOutputStream, compression=codec)
+    if codec is None or codec == "xz":
+        open_file = partial(lzma.open if codec else open, mode="wb")
 
     n_records = n_files = n_in_file = n_bytes = 0
     with ExitStack() as stack:
@@ -212,7 +213,7 @@ def _write_text(out: Path, form: FileFormat, records: Iterable[Any], size: Shard
             else:
                 stack.close()
                 path = out / f"part-{n_files:05d}.{form.kind}{form.compression}"
-                file = stack.enter_context(open_file(path))
+                file = stack.enter_context(open_file(str(path)))
                 stack.callback(file.write, end)
                 text, n_files, n_in_file, n_bytes = begin + text, n_files + 1, 0, 0
             file.write(text)
@@ -241,7 +242,7 @@ def _write_parquet(shards: Path, items: Iterable[Item], size: ShardSize) -> list
     files: list[Path] = []
     n_in_file = n_bytes = 0
     with ExitStack() as stack:
-        for table in _batch_tables(items):
+        for table in batch_tables(items):
             schema = schema_of_file(table.schema)
             while table.num_rows:
                 n_records = 0
@@ -266,7 +267,7 @@ def _n_fitting(table: pa.Table, max_records: int, n_bytes: int) -> int:
     return bisect_right(range(1, max_records + 1), n_bytes, key=lambda n: table.slice(0, n).nbytes)
 
 
-def _batch_tables(items: Iterable[Item]) -> Iterator[pa.Table]:
+def batch_tables(items: Iterable[Item]) -> Iterator[pa.Table]:
     """Yield tables unchanged, and JSON records in batches as tables."""
     pending: list[dict[str, Any]] = []
     chars = 0
@@ -281,16 +282,3 @@ def _batch_tables(items: Iterable[Item]) -> Iterator[pa.Table]:
             pending, chars = [], 0
     if pending:
         yield table_of_records(pending)
-
-
-def _save_as_dataset(files: Iterable[Path], cache: Path, out: Path) -> None:
-    """Write Parquet files as a `datasets` directory."""
-    datasets = require("datasets", extra="datasets", feature="writing a `datasets` directory")
-    were_shown = not datasets.utils.are_progress_bars_disabled()
-    datasets.utils.disable_progress_bars()
-    try:
-        names = sorted(str(file) for file in files)
-        datasets.Dataset.from_parquet(names, cache_dir=str(cache)).save_to_disk(str(out))
-    finally:
-        if were_shown:
-            datasets.utils.enable_progress_bars()

@@ -8,24 +8,23 @@ Shape letters: N rows, M items (rows or documents), P items in ranked order, G l
 """
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from grasp.api.predict import prediction_notes, share_text
+from grasp.api.predict import prediction_notes
 from grasp.arrays import I64, Bool
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
-    MIN_RELIABLE_TOKENS,
     count_short_rows,
     label_column,
     leak_notes,
     leaked_rows,
     length_column,
-    length_unit,
     row_documents,
 )
 from grasp.errors import SettingsError
@@ -41,21 +40,16 @@ from grasp.select.budget import (
 )
 from grasp.select.export import parse_document_rule
 from grasp.select.items import Items
-from grasp.select.objective import SelectionObjective, ranking_protocol, weighted_targets
-from grasp.select.ranking import SelectedItems, best_budget, select_by_rank, value_curve
-from grasp.select.selection import Selection
-from grasp.text import as_names, skipped_text
+from grasp.select.objective import SelectionObjective, weighted_targets
+from grasp.select.ranking import best_budget, select_by_rank, value_curve
+from grasp.select.selection import Selection, SelectionFacts, describe
+from grasp.text import as_names
 
 if TYPE_CHECKING:
     from grasp.runs.table import RunTable
     from grasp.runs.training_runs import TrainingRuns
 
 SUBSET = "selection"
-PARTIAL_REASONS = ("short_end", "cut", "cut_begin", "cut_end")  # reasons for skipping a part of a document
-SHORT_SHARE = 0.01  # share of short rows above which a note is added
-UNUSED_SHARE = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
-# A bare number up to this share of the corpus, and at most 100, may have been meant as a percentage.
-AMBIGUOUS_SHARE, MAX_PERCENTAGE = 0.01, 100
 
 
 def select(
@@ -108,7 +102,6 @@ def select(
     if documents is not None:
         parse_document_rule(documents)
     targets = weighted_targets(target, artifact.targets)
-    scoring, protocol_notes = ranking_protocol(artifact, protocol)
     whole_documents = documents == "all"
     allowed_N, excluded_notes = _allowed_rows(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
@@ -120,88 +113,72 @@ def select(
     if not allowed_N.any():
         raise SettingsError(f"exclude: no candidates left; all {len(allowed_N):,} rows are excluded")
     whole_documents |= amount is not None and amount.unit == "documents"
-    objective = SelectionObjective.from_artifact(artifact, scoring, targets, tokens, runs, cautious=cautious)
-    items = Items.of_rows(objective.effect_N, allowed_N, objective.tokens_N, labels)
-    if whole_documents:
-        items = items.as_documents(row_documents(artifact))
-    notes = [*protocol_notes, *excluded_notes]
-    if amount is None:
-        amount = Amount(best_budget(objective, items, floors, caps), False)
-        notes.append(f"budget: {amount.value:,.0f} rows, the optimum for the training budget")
-    else:
-        notes += _percentage_note(amount, artifact.n_rows)
-    selected = select_by_rank(objective, items, Constraints.from_budget(amount, items, floors, caps))
+    objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
+    row_document_N = row_documents(artifact)
+    items = Items.of_rows(
+        objective.effect_N, allowed_N, objective.tokens_N, labels, row_document_N if whole_documents else None
+    )
+    size = Amount(best_budget(objective, items, floors, caps), False) if amount is None else amount
+    constraints = Constraints.from_budget(size, items, floors, caps)
+    selected = select_by_rank(objective, items, constraints)
+    row_index, selected_N = selected.row_index, mask_of(selected.row_index, artifact.n_rows)
+    weights = single_subset(SUBSET, selected_N).weights
+    changes = objective.evaluate(SUBSET, weights, "the whole corpus")
+    sums = objective.predictor.sums(weights)
+    table = _row_table(objective, row_index, selected_N, labels)
+    n_rows_D = np.bincount(row_document_N)
+    n_selected_D = np.bincount(row_document_N[row_index], minlength=len(n_rows_D))
+    facts = SelectionFacts(
+        kind=items.kind,
+        candidates=int(items.allowed_M.sum()),
+        above_average=int((items.effect_M[items.allowed_M] > 0).sum()),
+        ranked_by_effect=not objective.by_runs,
+        unit=constraints.unit,
+        budget=constraints.budget,
+        used=int(constraints.cost_M[selected.item_index_P].sum()),
+        costs_differ=constraints.costs_differ,
+        given_budget=amount,
+        rows=len(table),
+        corpus_rows=artifact.n_rows,
+        mean_left_out=float(objective.effect_N[~selected_N].mean()) if len(table) < artifact.n_rows else nan,
+        tokens=int(objective.tokens_N[row_index].sum()),
+        train_tokens=tokens,
+        repetition=float(sums.repetition_factor(objective.budget_predictor.repetition_law)[0]),
+        value=float(objective.value(sums)[0]),
+        documents=int((n_selected_D > 0).sum()),
+        corpus_documents=len(n_rows_D),
+        partial_documents=int(((n_selected_D > 0) & (n_selected_D < n_rows_D)).sum()),
+        short_rows=count_short_rows(artifact, row_index),
+        length=length_column(artifact),
+        exports_documents=documents is not None,
+        skipped=artifact.manifest.skipped.get("rows", {}).get("counts", {}),
+    )
+    headline, first_notes, notes = describe(facts)
     params = {
         "budget": budget,
         "targets": dict(targets),
         "train_tokens": tokens,
         "by": None if labels is None else labels.name,  # as it is spelled in the corpus
-        "unit": selected.constraints.unit,
-        "items": items.kind,
+        "unit": facts.unit,
+        "items": facts.kind,
         "floor": list(as_names(floor)),
         "cap": list(as_names(cap)),
         "exclude_where": exclude_where,
         "drop_leaks": drop_leaks,
         "excluded_rows": int((~allowed_N).sum()),
     } | ({"cautious": True} if cautious else {})
-    notes += [labels.note] if labels is not None and labels.note else []
-    return _build_selection(objective, selected, labels, params, notes, export_documents=documents is not None)
-
-
-def _build_selection(
-    objective: SelectionObjective,
-    selected: SelectedItems,
-    labels: LabelColumn | None,
-    params: Mapping[str, Any],
-    notes: Sequence[str],
-    *,
-    export_documents: bool,
-) -> Selection:
-    """Predict the change of the selected items, and return the result with its tables and notes."""
-    artifact, tokens, row_index = objective.artifact, objective.train_tokens, selected.row_index
-    selected_N = mask_of(row_index, artifact.n_rows)
-    weights = single_subset(SUBSET, selected_N).weights
-    changes, change_notes = objective.evaluate(SUBSET, weights, "the whole corpus")
-    sums = objective.predictor.sums(weights)
-    n_tokens, value = int(objective.tokens_N[row_index].sum()), float(objective.value(sums)[0])
-    table = _row_table(objective, row_index, selected_N, labels)
-    constraints = selected.constraints
-    used = int(constraints.cost_M[selected.item_index_P].sum())
-    headline = f"{share_text(len(row_index), artifact.n_rows)}, {n_tokens:,} tokens"
-    if selected.items.kind == "documents":
-        headline = f"{len(table['doc_id'].unique()):,} documents: {headline}"
-    if used < (1 - UNUSED_SHARE) * constraints.budget:
-        headline += f"; only {used:,} of the requested {constraints.budget:,} {constraints.unit}"
-    value_notes: list[str] = []
-    if tokens is not None:
-        (factor,) = sums.repetition_factor(objective.budget_predictor.repetition_law)
-        headline += f"; {tokens / n_tokens:.2g} epochs in {tokens:,.0f} training tokens"
-        value_notes.append(
-            f"value {value:+z.3f}: the change including repetition, which has {float(factor):.0%} of the effect of as "
-            "many new rows"
-        )
-    selection_notes = _selection_notes(objective, selected, used, export_documents=export_documents)
+    label_notes = [labels.note] if labels is not None and labels.note else []
+    prediction = prediction_notes(objective.predictor, objective.run_model)
     return Selection(
         table,
-        f"keeps {headline}",
-        (
-            *value_notes,
-            *change_notes,
-            *notes,
-            *selection_notes,
-            *prediction_notes(objective.predictor, objective.run_model),
-        ),
-        targets=changes,
-        value=value,
-        unit=objective.predictor.unit,
-        params=params,
-        protocol=objective.predictor.protocol,
-        artifact=artifact,
-        curve=value_curve(objective, selected.items, selected.ranked_rows, len(row_index)),
+        headline,
+        (*first_notes, *changes.notes, *excluded_notes, *label_notes, *notes, *prediction),
+        **objective.result_fields(changes, facts.value, params),
+        curve=value_curve(objective, items, selected.ranked_rows, len(row_index)),
         labels=None if labels is None else _label_table(constraints, selected.item_index_P),
         guarantee=selected.guarantee,
+        facts=facts,
         row_index=row_index,
-        n_tokens=n_tokens,
         effect_N=objective.effect_N,
     )
 
@@ -251,52 +228,6 @@ def _row_table(objective: SelectionObjective, row_index: I64, selected_N: Bool, 
     table = table.add_column(2, "effect", pa.array(objective.effect_N[row_index]))
     table = table.add_column(2, "order", pa.array(np.arange(len(table))))
     return table.add_column(0, "subset_id", pa.array([SUBSET] * len(table), pa.string()))
-
-
-def _percentage_note(amount: Amount, n_rows: int) -> list[str]:
-    """Return a note if a budget such as 20 may have been meant as a percentage."""
-    if amount.is_share or amount.unit is not None or amount.value > min(MAX_PERCENTAGE, AMBIGUOUS_SHARE * n_rows):
-        return []
-    number = f"{amount.value:g}"
-    return [f"budget: {number} is a number of rows, {amount.value / n_rows:.2%} of the corpus; a share is {number}%"]
-
-
-def _selection_notes(
-    objective: SelectionObjective, selected: SelectedItems, used: int, *, export_documents: bool
-) -> list[str]:
-    """Return notes on candidates, rows that are not selected, short rows, partial documents and skipped text."""
-    artifact, constraints = objective.artifact, selected.constraints
-    kind, allowed_M, row_index = selected.items.kind, constraints.allowed_M, selected.row_index
-    n_above = int((selected.items.effect_M[allowed_M] > 0).sum())
-    messages = [f"{n_above:,} of the {int(allowed_M.sum()):,} candidate {kind} are above the corpus average"]
-    if used < constraints.budget:
-        reason = f"no further {kind[:-1]} fits" if constraints.costs_differ else "the caps allow no more"
-        messages.append(f"{used:,} of {constraints.budget:,} {constraints.unit} are used: {reason}")
-    dropped_N = ~mask_of(row_index, artifact.n_rows)
-    if dropped_N.any():
-        mean = float(objective.effect_N[dropped_N].mean())
-        messages.append(f"not selected: {share_text(int(dropped_N.sum()), len(dropped_N))}, mean effect {mean:+.3f}")
-    if (n_short := count_short_rows(artifact, row_index)) > SHORT_SHARE * len(row_index):
-        length = length_column(artifact)
-        messages.append(
-            f"{n_short:,} selected rows have fewer than {MIN_RELIABLE_TOKENS} {length_unit(length)}, so their "
-            f'relevance is noisy; exclude them with --exclude-where "{length} < {MIN_RELIABLE_TOKENS}"'
-        )
-    if not export_documents:
-        document_N = row_documents(artifact)
-        n_rows_D = np.bincount(document_N)
-        n_selected_D = np.bincount(document_N[row_index], minlength=len(n_rows_D))
-        if n_partial := int(((n_selected_D > 0) & (n_selected_D < n_rows_D)).sum()):
-            messages.append(
-                f"{n_partial:,} of {len(n_rows_D):,} documents are selected in part; for whole documents, pass a "
-                "budget such as 20%documents, or export with --documents half"
-            )
-    counts = artifact.manifest.skipped.get("rows", {}).get("counts", {})
-    if export_documents:  # the records of partially read documents are exported whole
-        counts = {reason: count for reason, count in counts.items() if reason not in PARTIAL_REASONS}
-    if counts:
-        messages.append(f"not considered, because no row contains them: {skipped_text(counts)}")
-    return messages
 
 
 def _label_table(constraints: Constraints, selected_P: I64) -> pa.Table:

@@ -3,23 +3,30 @@
 Shape letter: N rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
+from grasp.api.predict import share_text
 from grasp.arrays import F64, I64
-from grasp.artifact.rows import ranked, write_ranked
+from grasp.artifact.rows import MIN_RELIABLE_TOKENS, length_unit, ranked, write_ranked
 from grasp.files import check_directory
 from grasp.predict.weights import mask_of
 from grasp.results import first_notes
+from grasp.select.budget import Amount, Unit
 from grasp.select.export import Exporter
 from grasp.select.objective import OptimizationResult
 from grasp.select.record_files import Export
-from grasp.text import plain, signed, text_table
+from grasp.text import plain, signed, skipped_text, text_table
 
+PARTIAL_REASONS = ("short_end", "cut", "cut_begin", "cut_end")  # reasons for skipping a part of a document
+SHORT_SHARE = 0.01  # share of short rows above which a note is added
+UNUSED_SHARE = 0.02  # share of a budget above which an unused remainder is mentioned in the headline
+# A bare number up to this share of the corpus, and at most 100, may have been meant as a percentage.
+AMBIGUOUS_SHARE = 0.01
 CURVE_SHOWN = 8  # points of the curve that are printed
 VALUES_SHOWN = 30  # label values that are printed
 
@@ -41,6 +48,107 @@ class Curve:
     value: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionFacts:
+    """Counts and means of a selection, which `describe` turns into its headline and notes.
+
+    Attributes:
+        kind: what is selected one by one.
+        candidates: number of items that may be selected.
+        above_average: candidates with an effect above 0, the mean over the rows of the corpus.
+        ranked_by_effect: whether items are ranked by their effect, not by the change that runs predict.
+        unit, budget, used: unit of the budget, its size, and how much of it the selection uses.
+        costs_differ: whether items have different costs in this unit.
+        given_budget: the budget that was passed; None: it is the optimum for `train_tokens`.
+        rows, tokens, documents: size of the selection; `documents` have at least one selected row.
+        corpus_rows, corpus_documents: size of the corpus.
+        mean_left_out: mean effect of the rows that are not selected; nan if all are.
+        train_tokens: length of the training run; None: unknown.
+        repetition: effect of the selection relative to as many new rows.
+        value: weighted change, reduced by repetition.
+        partial_documents: documents with selected and other rows.
+        short_rows: selected rows with too few tokens in the column `length` for a reliable relevance.
+        exports_documents: whether whole documents will be written.
+        skipped: number of parts of the corpus that no row contains, by reason.
+    """
+
+    kind: Literal["rows", "documents"]
+    candidates: int
+    above_average: int
+    ranked_by_effect: bool
+    unit: Unit
+    budget: int
+    used: int
+    costs_differ: bool
+    given_budget: Amount | None
+    rows: int
+    tokens: int
+    documents: int
+    corpus_rows: int
+    corpus_documents: int
+    mean_left_out: float
+    train_tokens: float | None
+    repetition: float
+    value: float
+    partial_documents: int
+    short_rows: int
+    length: str
+    exports_documents: bool
+    skipped: Mapping[str, int]
+
+
+def describe(facts: SelectionFacts) -> tuple[str, list[str], list[str]]:
+    """Return the headline of a selection, the notes that matter most, and the others."""
+    share, kind, given = share_text(facts.rows, facts.corpus_rows), facts.kind, facts.given_budget
+    headline = f"keeps {facts.documents:,} documents: {share}" if kind == "documents" else f"keeps {share}"
+    headline += f", {facts.tokens:,} tokens"
+    if facts.used < (1 - UNUSED_SHARE) * facts.budget:
+        headline += f"; only {facts.used:,} of the requested {facts.budget:,} {facts.unit}"
+    first: list[str] = []
+    notes: list[str] = []
+    if facts.train_tokens is not None:
+        headline += f"; {facts.train_tokens / facts.tokens:.2g} epochs in {facts.train_tokens:,.0f} training tokens"
+        first.append(
+            f"value {facts.value:+z.3f}: the change including repetition, which has {facts.repetition:.0%} of the "
+            "effect of as many new rows"
+        )
+    if given is None:
+        first.append(f"budget: {facts.budget:,} rows, the optimum for the training budget")
+    elif not given.is_share and given.unit is None and given.value <= min(100, AMBIGUOUS_SHARE * facts.corpus_rows):
+        number, part = f"{given.value:g}", given.value / facts.corpus_rows
+        first.append(f"budget: {number} is read as rows, {part:.2%} of the corpus; for {number} %, pass {number}%")
+    above = f"{facts.above_average:,} of the {facts.candidates:,} candidate {kind} are above the corpus average"
+    n_selected = facts.documents if kind == "documents" else facts.rows
+    if facts.ranked_by_effect and facts.train_tokens is None and 0 < facts.above_average < n_selected:
+        above += f", but {n_selected:,} are selected: --budget {facts.above_average}{kind} leaves out the others"
+        first.append(f"only {above}")
+    else:
+        notes.append(above)
+    if facts.used < facts.budget:
+        reason = f"no further {kind[:-1]} fits" if facts.costs_differ else "the caps allow no more"
+        notes.append(f"{facts.used:,} of {facts.budget:,} {facts.unit} are used: {reason}")
+    if n_left_out := facts.corpus_rows - facts.rows:
+        left_out = share_text(n_left_out, facts.corpus_rows)
+        notes.append(f"not selected: {left_out}, mean effect {facts.mean_left_out:+.3f}")
+    if facts.short_rows > SHORT_SHARE * facts.rows:
+        notes.append(
+            f"{facts.short_rows:,} selected rows have fewer than {MIN_RELIABLE_TOKENS} {length_unit(facts.length)}, so "
+            f"their relevance is noisy; exclude them with --exclude-where "
+            f'"{facts.length} < {MIN_RELIABLE_TOKENS}"'
+        )
+    if facts.partial_documents and not facts.exports_documents:
+        notes.append(
+            f"{facts.partial_documents:,} of {facts.corpus_documents:,} documents are selected in part; for whole "
+            "documents, pass a budget such as 20%documents, or export with --documents half"
+        )
+    # the records of partially read documents are exported whole
+    reasons = facts.skipped.keys() - (PARTIAL_REASONS if facts.exports_documents else ())
+    if reasons:
+        counts = {reason: count for reason, count in facts.skipped.items() if reason in reasons}
+        notes.append(f"not considered, because no row contains them: {skipped_text(counts)}")
+    return headline, first, notes
+
+
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Selection(OptimizationResult):
     """Selected rows, best first.
@@ -53,8 +161,8 @@ class Selection(OptimizationResult):
         curve: value of other sizes of the selection.
         labels: columns value, selected, pool, floor and cap, in the unit of the budget; one row per label value.
         guarantee: statement on optimality.
+        facts: counts and means, of which headline and notes are made.
         row_index: indices of the selected rows, best first.
-        n_tokens: tokens of the selected rows.
         effect_N: effect of every row of the corpus.
     """
 
@@ -63,9 +171,14 @@ class Selection(OptimizationResult):
     curve: Curve
     labels: pa.Table | None
     guarantee: str
+    facts: SelectionFacts
     row_index: I64
-    n_tokens: int
     effect_N: F64
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the number of tokens of the selected rows."""
+        return self.facts.tokens
 
     @property
     def row_ids(self) -> list[str]:
@@ -128,8 +241,8 @@ class Selection(OptimizationResult):
         """Return everything but the rows as JSON data."""
         return super().summary() | {
             "rows": len(self),
-            "documents": len(self.table["doc_id"].unique()) if self.params["items"] == "documents" else None,
-            "tokens": self.n_tokens,
+            "documents": self.facts.documents if self.facts.kind == "documents" else None,
+            "tokens": self.facts.tokens,
             "corpus_rows": self.artifact.n_rows,
             "guarantee": self.guarantee,
             "curve": asdict(self.curve),
@@ -140,7 +253,7 @@ class Selection(OptimizationResult):
         parts = [plain(self.headline), self._shown_changes()]
         if self.labels is not None:
             ordered = self.labels.sort_by([("selected", "descending")])
-            title = f"selected per value, in {self.params['unit']}"
+            title = f"selected per value, in {self.facts.unit}"
             parts.append(self._shown_table(title, ordered.slice(0, VALUES_SHOWN)))
             if len(rest := ordered.slice(VALUES_SHOWN)):
                 parts.append(f"... and {len(rest):,} more values with {sum(rest['selected'].to_pylist()):,} in total")
@@ -165,6 +278,6 @@ class Selection(OptimizationResult):
             )
             for k in sorted(shown_points)
         ]
-        item = "document" if self.params["items"] == "documents" else "row"
+        item = self.facts.kind[:-1]
         title = f"other budgets: effect of the last {item} (0 = the corpus average), and value of the whole selection"
         return text_table(title, ("rows", "share", "tokens", f"last {item}", "value"), budgets, left=0)

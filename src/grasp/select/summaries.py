@@ -67,6 +67,7 @@ class OptimizationSummary(Summary):
     value: float
     scale: str
     protocol: ProtocolName
+    outside: str = ""
     notes: tuple[str, ...]
 
 

@@ -7,7 +7,7 @@ of other programs, are read without verification. Start with `write_checksummed`
 import io
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,11 @@ def checksummed_writer(file: Path | io.BytesIO, schema: pa.Schema, **options: An
     with pq.ParquetWriter(file, schema, **({"compression": "zstd"} | options)) as writer:
         yield writer
         writer.add_key_value_metadata({CHECKSUM_KEY: UNSIGNED})
-    if isinstance(file, Path):
-        with pa.memory_map(str(file)) as content:
-            start, _, actual = _checksums(memoryview(content.read_buffer()))
-        with file.open("r+b") as content:
-            content.seek(start)
-            content.write(actual)
-    else:
-        start, _, actual = _checksums(memoryview(file.getvalue()))
-        file.seek(start)
-        file.write(actual)
+    with pa.memory_map(str(file)) if isinstance(file, Path) else pa.BufferReader(file.getvalue()) as written:
+        start, _, actual = _checksums(memoryview(written.read_buffer()))
+    with file.open("r+b") if isinstance(file, Path) else nullcontext(file) as content:
+        content.seek(start)
+        content.write(actual)
 
 
 def _checksums(content: memoryview) -> tuple[int, bytes, bytes]:

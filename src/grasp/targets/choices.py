@@ -71,7 +71,7 @@ def _common_space(texts: Sequence[str]) -> str:
     return shortest if all(text.startswith(shortest) for text in texts) else ""
 
 
-def question_prompt(values: Mapping[str, Any], location: str) -> str | None:
+def question_prompt(values: Mapping[str, Any]) -> str | None:
     """Return the prompt of a record: `prompt`, or its question after the passage that it is about; None: neither.
 
     Raises:
@@ -85,7 +85,7 @@ def question_prompt(values: Mapping[str, Any], location: str) -> str | None:
     passage = "" if name is None else values[name]
     if not isinstance(passage, str):
         raise TargetError(
-            f"{location}: {name}: got {type(passage).__name__}, expected the text that the question is about; write "
+            f"{name}: got {type(passage).__name__}, expected the text that the question is about; write "
             "the record as `prompt` and `completion`"
         )
     return f"{passage}\n" * bool(passage.strip()) + f"Question: {values['question']}\nAnswer:"
@@ -104,7 +104,7 @@ def choices_field(values: Mapping[str, Any]) -> str | None:
         return CHOICES[0]
     has_columns = all(isinstance(values.get(letter), str) for letter in "AB")
     # `options` or a column `A` may mean something else in a record that is not multiple choice
-    is_question = any(field in values for field in ANSWERS) and question_prompt(values, "") is not None
+    is_question = any(field in values for field in ANSWERS) and question_prompt(values) is not None
     name = CHOICES[1] if CHOICES[1] in values else "A" if has_columns else None
     return name if is_question else None
 
@@ -126,7 +126,7 @@ def parse_choices(values: Mapping[str, Any], location: str) -> MultipleChoice:
         choices, labels = (choices["text"], choices.get("label")) if is_columnar else ([*choices.values()], [*choices])
     elif isinstance(choices, list) and all(isinstance(entry, Mapping) for entry in choices):
         choices, labels = ([entry.get(member) for entry in choices] for member in ("text", "label"))
-    prompt, answer_fields = question_prompt(values, location), [field for field in ANSWERS if field in values]
+    prompt, answer_fields = question_prompt(values), [field for field in ANSWERS if field in values]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(text, str) for text in choices):
         fault = f"{name}: got {choices!r:.60}, expected a list of at least two texts"
     elif prompt is None:
@@ -141,7 +141,7 @@ def parse_choices(values: Mapping[str, Any], location: str) -> MultipleChoice:
             f"{answer_fields[0]}: got {values[answer_fields[0]]!r:.60}, expected the label, text, letter or position "
             f"(from 0) of one of the {len(choices)} choices"
         )
-    raise TargetError(f"{location}: {fault}")
+    raise TargetError(fault)
 
 
 def _right_by_encoding(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:

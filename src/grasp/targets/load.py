@@ -18,14 +18,16 @@ from typing import Any, TypeVar
 
 from grasp.corpus.conversations import form_of
 from grasp.corpus.documents import records_in
-from grasp.corpus.sources import IN_MEMORY, Source, holds_records, open_source, unread_files_note
-from grasp.errors import CorpusError, TargetError
+from grasp.corpus.sources import IN_MEMORY, Source, open_source, unread_files_note
+from grasp.corpus.text_files import DELIMITER, FILE_TYPES, cell_value, file_type
+from grasp.errors import TargetError, at
 from grasp.file_readers import claimed, readers
 from grasp.seeds import stream
 from grasp.settings import CorpusSettings, TargetSettings
-from grasp.targets.margins import split_metric, with_metric
+from grasp.targets.margins import METRICS, split_metric, with_metric
 from grasp.targets.unit_records import EXPECTED_FIELDS, Records, units_from_records
 from grasp.targets.units import Unit, UnitSet
+from grasp.text import did_you_mean
 
 _SUFFIX = re.compile(r"(?:\.(?:jsonl?|ndjson|csv|tsv|parquet|pq|gz|gzip|zstd?|bz2|xz))+$", re.IGNORECASE)
 
@@ -75,7 +77,9 @@ def load_units(settings: TargetSettings, in_memory: Sequence[Unit] = ()) -> Unit
         for target, units in population.items()
     ]
     excluded = frozenset(settings.exclude_units)
-    excluded_ids = tuple(unit.unit_id for unit in all_units if _is_excluded(unit.unit_id, excluded))
+    excluded_ids = tuple(
+        unit.unit_id for unit in all_units if not excluded.isdisjoint((unit.unit_id, split_metric(unit.unit_id)[0]))
+    )
     sizes = {target: len(units) for target, units in population.items()}
     return UnitSet(tuple(chain(*drawn)), excluded_ids, sizes, all_units)
 
@@ -89,15 +93,21 @@ def _load_name(
     unit_lists: list[Sequence[Unit]] = []
     weight_files: list[tuple[str, Records]] = []
     # a file name has a directory, a URL scheme or a known suffix, or the file exists
-    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or holds_records(name)
+    is_file = name.startswith(IN_MEMORY) or "/" in name or "\\" in name or file_type(name)[0] in FILE_TYPES
+    task, _, unknown = name.rpartition("@")  # a metric that does not exist
     if in_memory and name.startswith(IN_MEMORY):
         unit_lists.append(in_memory)
     elif (claim := claimed("corpus", name)) is not None:
         entry = claim.reader.read(name)
         unit_lists.append(units_from_records(_entry_records(entry), target_name(entry["path"]), settings.loss_on))
+    elif task and not Path(name).exists() and (Path(task).exists() or not is_file):  # no task has an @ in its name
+        raise TargetError(
+            f"targets.names: {name}: no such file, and no metric {unknown!r}{did_you_mean(unknown, METRICS)}; expected "
+            f"a task or a file, and @ with one of {', '.join(METRICS)}"
+        )
     elif is_file or Path(name).is_file():
         for file in _find_logs(name) or [name]:
-            unread = read_records(file, field="targets.names")
+            unread = read_records(file)
             first_records = list(islice(unread, 1))  # [] if there are no records
             records = chain(first_records, unread)
             fields = first_records[0][1].keys() if first_records else ()
@@ -159,15 +169,11 @@ def draw(target: str, items: Sequence[T], unit_ids: Sequence[str], settings: Tar
     aliases = {alias: name for reader in readers("task").values() for alias, name in reader.ALIASES.items()}
     order = stream(settings.seed, "units", aliases.get(task, task)).permutation(len(items))
     excluded = frozenset(settings.exclude_units)
-    remaining = [items[k] for k in order if not _is_excluded(unit_ids[k], excluded)]
+    # by the id of a unit, or by its id without the metric: `sciq:3` excludes `sciq:3@margin`
+    remaining = [items[k] for k in order if excluded.isdisjoint((unit_ids[k], split_metric(unit_ids[k])[0]))]
     if not remaining:
         raise TargetError(f"targets: {target} has {len(items)} units and all are in exclude_units; keep at least one")
     return remaining[: settings.units_per_target]
-
-
-def _is_excluded(unit_id: str, excluded: frozenset[str]) -> bool:
-    """Return whether a unit is excluded by its id or by its id without the metric, as `sciq:3` of `sciq:3@margin`."""
-    return unit_id in excluded or split_metric(unit_id)[0] in excluded
 
 
 def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> dict[str, list[Unit]]:
@@ -184,6 +190,8 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
     for location, record in records:
         unit_id, target = record.get("unit_id"), record.get("target") or name
         weight: Any = record.get("weight")
+        if isinstance(weight, str) and file_type(location.rpartition(":")[0])[0] in DELIMITER:
+            weight = cell_value(weight)
         unit, fault = known.get(str(unit_id)), ""
         if unit is None:
             examples = ", ".join(list(known)[:3]) or "none"
@@ -192,7 +200,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
                 "--targets sciq,weights.jsonl; targets that an artifact already has are not read"
             )
         elif isinstance(weight, bool) or not isinstance(weight, int | float) or not isfinite(weight) or not weight:
-            fault = f"weight: got {weight!r}, expected a number other than 0; its sign is kept"
+            fault = f"weight: got {weight!r}, expected a number other than 0, with a decimal point; its sign is kept"
         if unit is None or fault:
             raise TargetError(f"{location}: {fault}")
         metrics.setdefault(str(target), []).append(
@@ -214,44 +222,32 @@ def target_name(path: str) -> str:
     A part of the path after `::`, which names a member of an archive or a table, is ignored.
     """
     stem = _SUFFIX.sub("", PurePosixPath(path.partition("::")[0].rstrip("/")).name)
-    return _task_of_log(stem) or stem
-
-
-def _task_of_log(stem: str) -> str | None:
-    """Return the task of a log file of a harness, by its name without suffix; None: it is not named like one."""
     matches = (reader.LOG_NAME.fullmatch(stem) for reader in readers("target").values())
-    return next((match["task"] for match in matches if match), None)
+    return next((match["task"] for match in matches if match), stem)
 
 
-def read_records(
-    data: Source | str, split: str | None = None, field: str = "targets"
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_records(data: Source | str, split: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the records of a source or path, each with its location and all columns.
 
     Args:
         data: an opened source, or the path of a file or `datasets` directory.
         split: split of a `datasets` directory; None: the only one.
-        field: the setting that has the path, for messages.
     Raises:
         TargetError: the data cannot be read.
     """
-    try:
-        source = open_source(data, split, field) if isinstance(data, str) else data
+    with at("targets.names" if isinstance(data, str) else "targets", TargetError):
+        source = open_source(data, split) if isinstance(data, str) else data
         for chunk in source.chunks(0, lambda schema, _: list(schema.names)):
             yield from records_in(chunk, repair=False)  # lone surrogates in a question are an error
-    except CorpusError as err:
-        raise TargetError(str(err) if str(err).startswith(field) else f"{field}: {err}") from err
 
 
 def _entry_records(entry: Mapping[str, Any]) -> Records:
     """Yield the records of an entry of a dataset configuration in the usual names, with the other fields of a unit."""
     is_preference = entry["fields"]["form"] == "preference"
     settings = CorpusSettings.model_validate({**entry, "form": "preference" if is_preference else None})
-    for location, record in read_records(settings.path, settings.split, field="targets.names"):
-        try:
-            content = form_of(record.keys(), settings, location).usual(record, location)
-        except CorpusError as err:
-            raise TargetError(str(err)) from err
+    for location, record in read_records(settings.path, settings.split):
+        with at(location, TargetError):
+            content = form_of(tuple(record), settings).usual(record)
         if "text" in content:  # all of it carries loss
             content = {"prompt": "", "completion": content["text"] or ""}
         yield location, {name: record[name] for name in ("task", "unit_id", "loss_on") if name in record} | content
@@ -268,8 +264,9 @@ def _find_logs(directory: str) -> list[str]:
     """Return the log files of a harness below a local directory, one per task; empty if there are none."""
     logs: dict[str, str] = {}
     for path in sorted(Path(directory).rglob("*") if Path(directory).is_dir() else ()):
-        if holds_records(path.name) and _task_of_log(_SUFFIX.sub("", path.name)):
-            first = logs.setdefault(target_name(path.name), str(path))
+        task = target_name(path.name)
+        if file_type(path.name)[0] in FILE_TYPES and task != _SUFFIX.sub("", path.name):  # its name is that of a log
+            first = logs.setdefault(task, str(path))
             if first != str(path):
                 raise TargetError(f"{directory}: {first} and {path} are logs of the same task; pass one of the files")
     return list(logs.values())

@@ -17,7 +17,6 @@ one answer has the utility -loss. Start with `Answers.of`.
 Shape letters: E units, A answers of all units, W wrong answers of all units, M units with several answers.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -26,9 +25,9 @@ import numpy as np
 
 from grasp.arrays import F64, I64, Bool
 from grasp.errors import TargetError
-from grasp.targets.units import Unit, UnitSet, UnitTokens
+from grasp.targets.units import PER_CHAR, PER_TOKEN, Unit, UnitSet, UnitTokens
 
-SUFFIX: Final = re.compile(r"(?P<target>.+)@(?P<metric>(?:margin|accuracy)(?:_per_char|_per_token)?)", re.DOTALL)
+METRICS: Final = tuple(f"{base}{per}" for base in ("margin", "accuracy") for per in ("", PER_CHAR, PER_TOKEN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ def split_metric(name: str) -> tuple[str, str | None]:
     `sciq@margin` is the margin of the right answer, `sciq@margin_per_char` and `sciq@margin_per_token` those of
     normalised log-probabilities.
     """
-    match = SUFFIX.fullmatch(name)
-    return (match["target"], match["metric"]) if match else (name, None)
+    target, _, metric = name.rpartition("@")
+    return (target, metric) if target and metric in METRICS else (name, None)
 
 
 def refuse_accuracy(units: UnitSet) -> None:

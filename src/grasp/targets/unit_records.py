@@ -28,7 +28,8 @@ from grasp.corpus.conversations import (
     holds_turns,
     read_preference_pair,
 )
-from grasp.errors import CorpusError, TargetError
+from grasp.corpus.text_files import DELIMITER, file_type
+from grasp.errors import TargetError, at
 from grasp.file_readers import claimed
 from grasp.targets.choices import MultipleChoice, choices_field, parse_choices, question_prompt, right_choices
 from grasp.targets.units import MARGIN, LossOn, Unit
@@ -77,43 +78,46 @@ def units_from_records(records: Records, task: str, loss_on: LossOn) -> list[Uni
         units: list[Unit] = claim.reader.read(records, task, loss_on)
         return units
     parsed: list[tuple[str, dict[str, Any], str]] = []  # location, fields that are not null, and form
+    questions: list[MultipleChoice] = []  # parsed together: all records say how an answer names its choice
     for location, record in records:
         values = {name: value for name, value in record.items() if value is not None}
-        form = form_of(values)
-        if not form and values.keys().isdisjoint(("prompt", "completion")):
-            names = ", ".join(str(name) if name in values else f"{name} (null)" for name in record) or "none"
-            raise TargetError(f"{location}: has the fields {names}; {EXPECTED_FIELDS}")
+        with at(location):
+            form = form_of(values)
+            if not form:  # names may be capitalised: Question, A, B, C, D, Answer
+                values = {name if len(name) == 1 else name.lower(): value for name, value in values.items()} | values
+                form = form_of(values)
+            if not form and values.keys().isdisjoint(("prompt", "completion")):
+                names = ", ".join(str(name) if name in values else f"{name} (null)" for name in record) or "none"
+                hint = ""
+                if file_type(location.rpartition(":")[0])[0] in DELIMITER:
+                    hint = "; the first line has the names, e.g. question,A,B,C,D,answer"
+                raise TargetError(f"has the fields {names}; {EXPECTED_FIELDS}{hint}")
+            if form == "choices":
+                questions.append(parse_choices(values, location))
         parsed.append((location, values, form))
-    # parsed together: how an answer names its choice is inferred from all of them
-    questions = [parse_choices(values, location) for location, values, form in parsed if form == "choices"]
     fields_of_choices = map(MultipleChoice.fields, questions, right_choices(questions))
     units = []
     n_records: dict[str, int] = {}  # by target
     for location, values, form in parsed:
         more = next(fields_of_choices) if form == "choices" else {}
-        fields, content = _parse_fields(values | more, form, location)
-        target = fields.task or task
-        position = n_records.get(target, 0)
-        n_records[target] = position + 1
-        unit = Unit(
-            unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
-            target=target,
-            loss_on=fields.loss_on or loss_on,
-            choices=tuple(fields.choices),
-            **fields.model_dump(exclude={"task", "unit_id", "loss_on", "choices"}),
-        )
-        if content is None:
-            units.append(unit)
-        elif content.conversation is not None and content.rejected is None:
-            units += _conversation_units(unit, content.conversation)
-        elif unit.loss_on == "all":
-            raise TargetError(f"{location}: a preference pair is a margin of completions; got loss_on all")
-        else:
-            chosen, rejected = (
-                _answer_unit(unit, side, f"{location}: {name}")
-                for name, side in zip(PAIR, (content, content.rejected), strict=True)
+        with at(location, TargetError):
+            fields, content = _parse_fields(values | more, form)
+            target = fields.task or task
+            position = n_records.get(target, 0)
+            n_records[target] = position + 1
+            unit = Unit(
+                unit_id=f"{target}:{position}" if fields.unit_id is None else str(fields.unit_id),
+                target=target,
+                loss_on=fields.loss_on or loss_on,
+                choices=tuple(fields.choices),
+                **fields.model_dump(exclude={"task", "unit_id", "loss_on", "choices"}),
             )
-            units.append(replace(chosen, others=(rejected,), metric=MARGIN))
+            if content is None:
+                units.append(unit)
+            elif content.rejected is not None:
+                units.append(_pair_unit(unit, content))
+            elif content.conversation is not None:
+                units += _conversation_units(unit, content.conversation)
     return units
 
 
@@ -151,22 +155,29 @@ def _conversation_units(unit: Unit, conversation: Conversation) -> list[Unit]:
     ]
 
 
-def _answer_unit(unit: Unit, content: Content | None, location: str) -> Unit:
-    """Return a unit with the prompt and answer of one side of a preference pair."""
-    assert content is not None
-    if content.conversation is not None:
-        prompt, answer = content.conversation.content, str(content.conversation.turns[-1]["content"])
-    else:
-        assert content.text is not None
-        assert content.answers is not None
-        ((begin, end),) = content.answers
-        prompt, answer = content.text[:begin], content.text[begin:end]
-        if not answer.strip():
-            raise TargetError(f"{location}: no text follows the prompt {prompt!r:.60}; remove the record")
-    return replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=content.conversation)
+def _pair_unit(unit: Unit, pair: Content) -> Unit:
+    """Return a unit with the margin of the chosen answer of a preference pair over the rejected one."""
+    if unit.loss_on == "all":
+        raise TargetError("a preference pair is a margin of completions; got loss_on all")
+    answers = []
+    for name, side in zip(PAIR, (pair, pair.rejected), strict=True):
+        assert side is not None
+        if side.conversation is not None:
+            prompt, answer = side.conversation.content, str(side.conversation.turns[-1]["content"])
+        else:
+            assert side.text is not None
+            assert side.answers is not None
+            ((begin, end),) = side.answers
+            prompt, answer = side.text[:begin], side.text[begin:end]
+            if not answer.strip():
+                raise TargetError(f"{name}: no text follows the prompt {prompt!r:.60}; remove the record")
+        answers.append(
+            replace(unit, prompt=prompt, completion=answer, loss_on="completion", conversation=side.conversation)
+        )
+    return replace(answers[0], others=(answers[1],), metric=MARGIN)
 
 
-def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[UnitFields, Content | None]:
+def _parse_fields(values: dict[str, Any], form: str) -> tuple[UnitFields, Content | None]:
     """Parse a record, and its content if that is a conversation or a preference pair."""
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
@@ -174,41 +185,34 @@ def _parse_fields(values: dict[str, Any], form: str, location: str) -> tuple[Uni
         if isinstance(answer, list) and answer:  # several are correct (Natural Questions, TriviaQA): the first one
             answer = answer[0]
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise TargetError(f"{location}: answer: got {values['answer']!r:.60}, expected a text or a list of texts")
-        values |= {"prompt": question_prompt(values, location), "completion": f"{space}{answer}"}
-    content = conversation = None
-    try:
-        if form == "pair":
-            content = read_preference_pair(values, location)
-            named: dict[str, Any] = {name: values[name] for name in ("task", "unit_id") if name in values}
-            values = {"prompt": "", "completion": "-", **named}  # its sides have other ones
-        elif form == "turns" or not values.keys().isdisjoint(EXTRA_COLUMNS):
-            conversation = conversation_in(values, location)
-    except CorpusError as err:
-        raise TargetError(str(err)) from err
-    if conversation is not None:
-        fault = f"{FAULTS[conversation.fault]}; fix or remove the record" if conversation.fault else ""
-        if not fault and form == "choices":
-            fault = (
+            raise TargetError(f"answer: got {values['answer']!r:.60}, expected a text or a list of texts")
+        values |= {"prompt": question_prompt(values), "completion": f"{space}{answer}"}
+    content = None
+    if form == "pair":
+        content = read_preference_pair(values)
+        named: dict[str, Any] = {name: values[name] for name in ("task", "unit_id") if name in values}
+        values = {"prompt": "", "completion": "-", **named}  # its sides have other ones
+    elif form == "turns" or not values.keys().isdisjoint(EXTRA_COLUMNS):
+        conversation = conversation_in(values)
+        if conversation is not None and conversation.fault:
+            raise TargetError(f"{FAULTS[conversation.fault]}; fix or remove the record")
+        if conversation is not None and form == "choices":
+            raise TargetError(
                 f"system: got {values['system']!r:.60}, but choices follow a text; add it to the prompt, or remove it"
             )
-        if fault:
-            raise TargetError(f"{location}: {fault}")
-        content = Content(conversation=conversation)
-        last_answer = conversation.turns[conversation.answers[-1]]  # turns after it are ignored
-        # the text of an answer, or its reasoning or tool calls if it has no text
-        parts = [last_answer["content"], *answer_parts(last_answer).values()]
-        completion = next(text for part in parts if (text := str(part or "")).strip())
-        values |= {"prompt": conversation.content, "completion": completion}
+        if conversation is not None:
+            content = Content(conversation=conversation)
+            last_answer = conversation.turns[conversation.answers[-1]]  # turns after it are ignored
+            # the text of an answer, or its reasoning or tool calls if it has no text
+            parts = [last_answer["content"], *answer_parts(last_answer).values()]
+            completion = next(text for part in parts if (text := str(part or "")).strip())
+            values |= {"prompt": conversation.content, "completion": completion}
     try:
         fields = UnitFields.model_validate(values)
     except ValidationError as err:
-        raise TargetError(describe(err, location)) from err
-    fault = ""
+        raise TargetError(describe(err, "")) from err
     if not fields.completion.strip():
-        fault = f"completion: got {fields.completion!r}, expected text to score"
-    elif fields.gold is not None and fields.gold >= len(fields.choices):
-        fault = f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
-    if fault:
-        raise TargetError(f"{location}: {fault}")
+        raise TargetError(f"completion: got {fields.completion!r}, expected text to score")
+    if fields.gold is not None and fields.gold >= len(fields.choices):
+        raise TargetError(f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices")
     return fields, content

@@ -272,6 +272,8 @@ def _truncate(
 METRIC_COLUMN = "metric"
 WEIGHT_COLUMN = "weight"
 ANSWERS_COLUMN = "answers"  # of a unit with a metric: scale and tokens of the right answer, then of each wrong one
+_TEXT_FIELDS = {"prompt": pa.string(), "completion": pa.string()}
+_TOKEN_FIELDS = {"scale": pa.float64(), "first": pa.int32(), "input_ids": pa.list_(pa.int32())}
 
 
 def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[str, pa.Array]:
@@ -290,30 +292,15 @@ def unit_columns(units: Sequence[Unit], tokens: Sequence[UnitTokens]) -> dict[st
         None
         if unit.metric == LOSS
         else [
-            {
-                "prompt": answer.prompt,
-                "completion": answer.completion,
-                "scale": answer_tokens.scale,
-                "first": answer_tokens.first,
-                "input_ids": answer_tokens.input_ids,
-            }
-            for answer, answer_tokens in zip((unit, *unit.others), (unit_tokens, *unit_tokens.others), strict=True)
+            {name: getattr(answer, name) for name in _TEXT_FIELDS}
+            | {name: getattr(side, name) for name in _TOKEN_FIELDS}
+            for answer, side in zip((unit, *unit.others), (unit_tokens, *unit_tokens.others), strict=True)
         ]
         for unit, unit_tokens in zip(units, tokens, strict=True)
     ]
-    answer_type = pa.struct(
-        {
-            "prompt": pa.string(),
-            "completion": pa.string(),
-            "scale": pa.float64(),
-            "first": pa.int32(),
-            "input_ids": pa.list_(pa.int32()),
-        }
-    )
-    return columns | {
-        METRIC_COLUMN: pa.array([unit.metric for unit in units], pa.string()),
-        ANSWERS_COLUMN: pa.array(answers, pa.list_(answer_type)),
-    }
+    columns[METRIC_COLUMN] = pa.array([unit.metric for unit in units], pa.string())
+    columns[ANSWERS_COLUMN] = pa.array(answers, pa.list_(pa.struct({**_TEXT_FIELDS, **_TOKEN_FIELDS})))
+    return columns
 
 
 def stored_units(table: pa.Table, loss_on: LossOn) -> tuple[Unit, ...]:
@@ -355,9 +342,12 @@ def stored_tokens(table: pa.Table, token_ids: Sequence[Sequence[int]]) -> list[U
 
 def _metrics(table: pa.Table) -> list[tuple[str, float, list[dict[str, Any]]]]:
     """Return metric, weight and answers of each unit; answers are empty if the metric is the loss."""
-
-    def column(name: str) -> list[Any]:
-        return table[name].to_pylist() if name in table.column_names else [None] * len(table)
-
-    records = zip(column(METRIC_COLUMN), column(WEIGHT_COLUMN), column(ANSWERS_COLUMN), strict=True)
-    return [(metric or LOSS, 1.0 if weight is None else weight, answers or []) for metric, weight, answers in records]
+    columns = [
+        table[name].to_pylist() if name in table.column_names else [None] * len(table)
+        for name in (METRIC_COLUMN, WEIGHT_COLUMN, ANSWERS_COLUMN)
+    ]
+    # null in tables that were joined: a unit without the column
+    return [
+        (metric or LOSS, 1.0 if weight is None else weight, answers or [])
+        for metric, weight, answers in zip(*columns, strict=True)
+    ]

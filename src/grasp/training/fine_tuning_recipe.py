@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from grasp.arrays import I64
-from grasp.errors import SettingsError
+from grasp.errors import SettingsError, at
 from grasp.file_readers import claimed
 from grasp.seeds import stream
 from grasp.settings import Settings
@@ -108,7 +108,9 @@ class FineTuningRecipe(Settings):
             ModelError: a setting cannot be differentiated.
         """
         claim = claimed("recipe", data)
-        return validated(cls, data if claim is None else claim.reader.read(data, location), location)
+        with at(location):
+            fields = data if claim is None else claim.reader.read(data)
+        return validated(cls, fields, location)
 
     @property
     def batch_rows(self) -> int:

@@ -22,7 +22,7 @@ from pydantic import Field
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, ratio
 from grasp.errors import ModelError
 from grasp.models.causal_lm import batches as length_batches
 from grasp.models.gradients import Example, UnsupportedLayerError
@@ -101,9 +101,7 @@ class Metagradient:
         value_MNT = self.probe_MNT[is_used_M & np.isfinite(self.probe_MNT).all(axis=(1, 2))]
         std_M1T = value_MNT.std(axis=1, keepdims=True)
         centred_MNT = value_MNT - value_MNT.mean(axis=1, keepdims=True)
-        scaled = np.divide(centred_MNT, std_M1T, out=np.zeros_like(value_MNT), where=std_M1T > 0)
-        mean_NT: F64 = scaled.mean(axis=0)
-        return mean_NT
+        return np.asarray(ratio(centred_MNT, std_M1T).mean(axis=0))
 
     def save(self, path: Path) -> None:
         """Write all arrays as one safetensors file."""
@@ -268,7 +266,7 @@ class _Replay:
         if trajectory.directory is not None:
             store = Store(trajectory.directory / "backward", BACKWARD)
             store.begin(self._identity(), replace=True)
-        self.tensor_sets = TensorSets(store)
+        self.progress_sets = TensorSets("before", store)  # adjoints and results before the first step of a segment
         self.adjoints: list[Adjoint] = []
         batch_rows, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
         self.results: dict[str, Any] = {
@@ -294,19 +292,19 @@ class _Replay:
 
     def run(self, progress: Callable[[int], None] | None) -> Metagradient:
         """Replay all segments that are not finished, in reverse order."""
-        finished = [segment for segment in self.segments if _progress_name(segment) in self.tensor_sets]
+        finished = [k for k, (first, _) in enumerate(self.segments) if first in self.progress_sets]
+        n_left = finished[0] if finished else len(self.segments)
         if finished:
-            self._resume(finished[0])
+            self._resume(self.segments[n_left][0])
         else:
             self._begin()
-        n_left = self.segments.index(finished[0]) if finished else len(self.segments)
         for segment in reversed(self.segments[:n_left]):
             for step in self.trajectory.backward_through(segment):
                 if step.step >= self.settings.first_step:
                     self._differentiate_step(step)
                 if progress is not None:
                     progress(step.step)
-            self._store_progress(segment)
+            self._store_progress(*segment)
         results, order = self.results, self.trajectory.order
         order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
         for k, index_B in enumerate(order):
@@ -396,7 +394,7 @@ class _Replay:
 
     # --------------------------------------------------------------------------------------------------------- storage
 
-    def _store_progress(self, segment: tuple[int, int]) -> None:
+    def _store_progress(self, first: int, end: int) -> None:
         """Store adjoints and results after a segment, which replace those after the segment before."""
         if self.trajectory.directory is None:
             return
@@ -405,14 +403,13 @@ class _Replay:
             for field in fields(adjoint):
                 for k, tensor in enumerate(getattr(adjoint, field.name)):
                     tensors[f"{t}.{field.name}.{k}"] = tensor
-        self.tensor_sets.put(_progress_name(segment), tensors)
-        next_index = self.segments.index(segment) + 1
-        if next_index < len(self.segments):
-            self.tensor_sets.drop(_progress_name(self.segments[next_index]))
+        self.progress_sets.put(first, tensors)
+        if end in self.progress_sets:
+            self.progress_sets.drop(end)
 
-    def _resume(self, segment: tuple[int, int]) -> None:
-        """Restore adjoints and results after a segment."""
-        tensors = self.tensor_sets.get(_progress_name(segment))
+    def _resume(self, first: int) -> None:
+        """Restore adjoints and results before the first step of a segment."""
+        tensors = self.progress_sets.get(first)
         self.results = {key: tensors[f"results.{key}"].numpy().copy() for key in self.results}
         count, device = len(self.training.parameters), self.training.device
         for t in range(len(self.targets)):
@@ -421,7 +418,3 @@ class _Replay:
                 for field in fields(Adjoint)
             ]
             self.adjoints.append(Adjoint(*derivatives))
-
-
-def _progress_name(segment: tuple[int, int]) -> str:
-    return f"before-{segment[0]:06d}"

@@ -10,13 +10,13 @@ The second moment decays slowly (0.99): at 0.95 a `tiny` run amplifies rounding 
 """
 
 import math
-from difflib import get_close_matches
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from grasp.errors import ModelError
 from grasp.settings import Settings
+from grasp.text import did_you_mean
 from grasp.training.llama import LlamaShape, Size
 
 
@@ -128,7 +128,5 @@ def named_recipe(name: str) -> TrainingRecipe:
         ModelError: unknown recipe; the message lists the built-in ones.
     """
     if name not in RECIPES:
-        close = get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ModelError(f"recipe: got {name!r}; {hint}expected one of {', '.join(RECIPES)}")
+        raise ModelError(f"recipe: got {name!r}{did_you_mean(name, RECIPES)}, expected one of {', '.join(RECIPES)}")
     return RECIPES[name]

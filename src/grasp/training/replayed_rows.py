@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, ratio
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
 from grasp.files import atomic_path, discard, write_atomically
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
 from grasp.training.replay_checks import (
@@ -51,8 +51,7 @@ def standardize_scores(score_NT: F64) -> F64:
     """Standardize the scores of each target over the rows that have one; constant scores become 0."""
     std_T = np.nanstd(score_NT, axis=0)
     centred_NT = score_NT - np.nanmean(score_NT, axis=0)
-    scaled_NT: F64 = np.divide(centred_NT, std_T, out=np.zeros_like(score_NT), where=std_T > 0)
-    return np.where(np.isnan(score_NT), np.nan, scaled_NT)
+    return np.where(np.isnan(score_NT), np.nan, ratio(centred_NT, std_T))
 
 
 def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence[tuple[int, int]]) -> F64:
@@ -74,8 +73,7 @@ def drawn_scores(replays: Sequence[Metagradient], n_rows: int, windows: Sequence
         std_T = np.nanstd(sum_NT, axis=0)
         total_NT[is_drawn_N] += sum_NT[is_drawn_N] / np.where(std_T > 0, std_T, 1.0)
         count_N1[is_drawn_N] += 1
-    mean_NT: F64 = np.divide(total_NT, count_N1, out=np.full_like(total_NT, np.nan), where=count_N1 > 0)
-    return mean_NT
+    return ratio(total_NT, count_N1, undefined=np.nan)
 
 
 def probed_scores(replays: Sequence[Metagradient], steps: Sequence[Sequence[int]]) -> F64:
@@ -186,7 +184,7 @@ def replay_rows(
             path = None if directory is None else directory / f"order-{k}-{curvature}.safetensors"
             order_text = f"{k + 1} of {orders}"
             if path is None or not path.exists():
-                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Silent(), path)
+                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Progress(), path)
             else:
                 replay = Metagradient.load(path)
             n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
@@ -195,7 +193,7 @@ def replay_rows(
             if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
                 if retrainings and not smooth_replays:
                     notes.append(
-                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Silent(), path)
+                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path)
                     )
                 smooth_replays.append((replay, smooth.first_step))
                 break

@@ -42,29 +42,33 @@ RERUN_TOLERANCE = 1e-3  # nats per token: above differences in summation order o
 
 
 class TensorSets:
-    """Named sets of tensors, in memory or as safetensors files of a store; a set is written atomically."""
+    """Sets of tensors, one per step, in memory or as safetensors files of a store; a set is written atomically."""
 
-    def __init__(self, store: Store[Mark] | None = None) -> None:
-        self._store = store
+    def __init__(self, prefix: str, store: Store[Mark] | None) -> None:
+        """Create no set; `prefix` begins the names of files."""
+        self._name, self._store = f"{prefix}-{{:06d}}", store
         self._memory: dict[str, dict[str, Tensor]] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in (self._memory if self._store is None else self._store.parts)
+    def __contains__(self, step: int) -> bool:
+        return self._name.format(step) in (self._memory if self._store is None else self._store.parts)
 
-    def put(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def put(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Store a copy of a set."""
+        name = self._name.format(step)
         if self._store is None:
             self._memory[name] = {key: tensor.detach().clone() for key, tensor in tensors.items()}
         else:
             content = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             self._store.put(name, {f"states/{name}.safetensors": lambda path: save_file(content, path)})
 
-    def get(self, name: str) -> Mapping[str, Tensor]:
+    def get(self, step: int) -> Mapping[str, Tensor]:
         """Return a set, which must not be modified; a file is mapped into memory, and read on access."""
+        name = self._name.format(step)
         return self._memory[name] if self._store is None else load_file(self._store.file(name))
 
-    def drop(self, name: str) -> None:
+    def drop(self, step: int) -> None:
         """Remove a set."""
+        name = self._name.format(step)
         if self._store is None:
             self._memory.pop(name, None)
         else:
@@ -154,6 +158,7 @@ class Trajectory:
         assert not training.bfloat16, "its rounding error exceeds the finite differences"
         self.size = TrajectorySize.of(steps, training.n_parameters, training.parameter_bytes)
         self.segment_bounds = [*range(0, steps, self.size.segment_steps), steps]
+        self.segments = list(pairwise(self.segment_bounds))  # first step and end of each, in order
         self.directory = directory
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
         assert directory is not None or needed <= memory_bytes
@@ -162,9 +167,9 @@ class Trajectory:
         if directory is not None:
             store = Store(directory, STATES)
             store.begin(self.identity)
-        self._segment_states = TensorSets(store)
-        self._step_states = TensorSets(store if needed > memory_bytes else None)
-        if "state-000000" not in self._segment_states:
+        self._segment_states = TensorSets("state", store)
+        self._step_states = TensorSets("step", store if needed > memory_bytes else None)
+        if 0 not in self._segment_states:
             self._store_state(0, [])
 
     def _identity(self) -> dict[str, Any]:
@@ -194,7 +199,7 @@ class Trajectory:
         Returns:
             Loss of every step, (K,), nats.
         """
-        first = max(bound for bound in self.segment_bounds if _state_name(bound) in self._segment_states)
+        first = max(bound for bound in self.segment_bounds if bound in self._segment_states)
         losses = self.restore(first)
         for batch in self.batches(first, self.segment_bounds[-1]):
             losses.append(float(self.training.backward(batch.ids_BL, batch.weight_BL).sum()))
@@ -225,7 +230,7 @@ class Trajectory:
 
     def _store_state(self, step: int, losses: Sequence[float]) -> None:
         past_losses = {"losses": torch.tensor(losses, dtype=torch.float64)}
-        self._segment_states.put(_state_name(step), self.training.state() | past_losses)
+        self._segment_states.put(step, self.training.state() | past_losses)
 
     # --------------------------------------------------------------------------------------------------------- backward
 
@@ -238,16 +243,11 @@ class Trajectory:
         Returns:
             Losses of the steps before it, nats.
         """
-        assert _state_name(step) in self._segment_states, "call train first"
-        state = self._segment_states.get(_state_name(step))
+        assert step in self._segment_states, "call train first"
+        state = self._segment_states.get(step)
         losses: list[float] = state["losses"].tolist()
         self.training.set_state(step, state)
         return losses
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        """Return the first step and the end of every segment, in order."""
-        return list(pairwise(self.segment_bounds))
 
     def backward_through(self, segment: tuple[int, int]) -> Iterator[Step]:
         """Recompute the steps of a segment, then yield them in reverse order.
@@ -261,7 +261,7 @@ class Trajectory:
             ModelError: a recomputed loss differs from the recorded one, e.g. because of dropout.
         """
         (first, last), training = segment, self.training
-        end = self._segment_states.get(_state_name(last))
+        end = self._segment_states.get(last)
         forward_losses = end["losses"].tolist()
         self.restore(first)
         batches: list[tuple[TokenBatch, F64]] = []
@@ -274,25 +274,17 @@ class Trajectory:
                     "again; the model is not deterministic, disable dropout"
                 )
             gradients = {f"{k}.gradient": gradient for k, gradient in enumerate(training.gradients())}
-            self._step_states.put(_step_name(step), training.state() | gradients)
+            self._step_states.put(step, training.state() | gradients)
             training.update()
             batches.append((batch, loss_B))
         training.optimizer.state.clear()  # free the moments; those of each step are stored
         count, device = len(training.parameters), training.device
         for step in reversed(range(first, last)):
-            before = self._step_states.get(_step_name(step))
-            after = end if step + 1 == last else self._step_states.get(_step_name(step + 1))
+            before = self._step_states.get(step)
+            after = end if step + 1 == last else self._step_states.get(step + 1)
             training.set_weights(ParameterTensors(before, "weight", count, device))
             moments_after = [ParameterTensors(after, moment, count, device) for moment in STATE[1:]]
             gradient = ParameterTensors(before, "gradient", count, device)
             yield Step(step, *batches[step - first], gradient, *moments_after)
-            self._step_states.drop(_step_name(step + 1))
-        self._step_states.drop(_step_name(first))
-
-
-def _state_name(step: int) -> str:
-    return f"state-{step:06d}"
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:06d}"
+            self._step_states.drop(step + 1)
+        self._step_states.drop(first)

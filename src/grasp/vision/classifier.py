@@ -79,15 +79,28 @@ class ImageClassifier:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         device = device_of(settings.device)
-        load_module = _load_checkpoint_module if classifier_settings.factory is None else _load_factory_module
-        model, preprocessing, classes = load_module(settings, classifier_settings)
+        images, classes = classifier_settings.images, tuple[str, ...]()
+        preprocessing: Preprocessing | None = None if images is None else ResizeAndCrop(images)
+        if classifier_settings.factory is not None:
+            model = make_module(classifier_settings)
+            _load_weights(model, Path(settings.path))
+            preprocessing = preprocessing or default_preprocessing(model)
+        else:
+            from transformers import AutoModelForImageClassification  # noqa: PLC0415 - slow to import
+
+            model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
+            names: Mapping[Any, str] = model.config.id2label
+            classes = tuple(names[k] for k in sorted(names, key=int))
+            preprocessing = preprocessing or HuggingFaceProcessor.from_settings(settings)
         if classifier_settings.fitted_head is not None:
             fitted_head = FittedHead.read(Path(classifier_settings.fitted_head))
             fitted_head.install(model, classifier_settings.head)
             classes = fitted_head.classes
         classifier_settings = classifier_settings.model_copy(update={"classes": classifier_settings.classes or classes})
         classifier = cls(
-            model.to(device=device, dtype=dtype_of(settings.dtype, device)), classifier_settings, preprocessing
+            model.to(device=device, dtype=dtype_of(settings.dtype, device)),
+            classifier_settings,
+            preprocessing,
         )
         if classifier.classes and len(classifier.classes) != classifier.vocab_size:
             raise ModelError(
@@ -229,29 +242,6 @@ class ImageClassifier:
                 "ones; set model.classifier.images with a size"
             )
         return torch.from_numpy(np.stack(arrays))
-
-
-# The module, its preprocessing, and the names of its classes; empty if it has none.
-LoadedModule = tuple[nn.Module, Preprocessing, tuple[str, ...]]
-
-
-def _load_factory_module(settings: ModelSettings, classifier: ClassifierSettings) -> LoadedModule:
-    """Create a module with the factory of the settings, and load its weights from the file `model.path`."""
-    model = make_module(classifier)
-    _load_weights(model, Path(settings.path))
-    return model, default_preprocessing(model) if classifier.images is None else ResizeAndCrop(classifier.images), ()
-
-
-def _load_checkpoint_module(settings: ModelSettings, classifier: ClassifierSettings) -> LoadedModule:
-    """Load a Hugging Face checkpoint, its image processor, and the names of its classes."""
-    from transformers import AutoModelForImageClassification  # noqa: PLC0415 - slow to import
-
-    model = load_checkpoint(AutoModelForImageClassification, settings, "is not an image classifier")
-    names: Mapping[Any, str] = model.config.id2label
-    classes = tuple(names[k] for k in sorted(names, key=int))
-    if classifier.images is not None:  # the user's preprocessing takes precedence
-        return model, ResizeAndCrop(classifier.images), classes
-    return model, HuggingFaceProcessor.from_settings(settings), classes
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -15,9 +15,6 @@ from grasp.progress_display import Watch
 from grasp.text import plain, skipped_text
 from grasp.vision.settings import FitSettings
 from grasp.yaml_files import require_flags, validated
-
-if TYPE_CHECKING:
-    from grasp.vision.detect import Suspects
 
 commands = typer.Typer()  # the entry point of the group `grasp.commands`
 
@@ -95,14 +92,6 @@ def detect(
 
     with Watch() as watch:
         suspects = find_suspects(artifact, **params, progress=watch)
-    _print_comparison(suspects)
-    print(suspects)
-    if out is not None:
-        print(f"{suspects.write(out)}: {len(suspects):,} rows")
-
-
-def _print_comparison(suspects: "Suspects") -> None:
-    """Print how well each score finds the rows that the truth marks as wrong."""
     if suspects.detections:
         first_scores = next(iter(suspects.detections.values()))
         k = first_scores.at_k.k
@@ -115,9 +104,16 @@ def _print_comparison(suspects: "Suspects") -> None:
                     name,
                     f"{scores.auroc:.3f}",
                     f"{scores.auroc_low:.3f} to {scores.auroc_high:.3f}",
-                    *(f"{value:.3f}" for value in (scores.average_precision, *scores.at_k.shares, scores.best.f1)),
+                    f"{scores.average_precision:.3f}",
+                    f"{scores.at_k.precision:.3f}",
+                    f"{scores.at_k.recall:.3f}",
+                    f"{scores.at_k.f1:.3f}",
+                    f"{scores.best.f1:.3f}",
                     scores.best.k,
                 )
                 for name, scores in suspects.detections.items()
             ],
         )
+    print(suspects)
+    if out is not None:
+        print(f"{suspects.write(out)}: {len(suspects):,} rows")

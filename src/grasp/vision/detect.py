@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from grasp.arrays import F64, I64, Bool
+from grasp.arrays import F64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, leak_notes, only_target
 from grasp.errors import ArtifactError, SettingsError
 from grasp.moments import StreamingMoments
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.results import Result
 from grasp.vision.detection import (
     Detection,
@@ -117,11 +117,22 @@ def detect(
             "(experiments/safety)"
         )
     target = only_target(artifact, target)
-    _check_numbers(artifact, top, truth, k)
+    n_rows = artifact.n_rows
+    if top < 0:
+        raise SettingsError(f"top: got {top}, expected 0 or more")
+    if k is not None and truth is None:
+        raise SettingsError("k: requires truth")
+    if k is not None and not 1 <= k <= n_rows:
+        raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
+    if n_rows < MIN_ROWS:
+        raise SettingsError(
+            f"{artifact.location}: has {n_rows} rows, expected at least {MIN_ROWS}; read them instead, or build the "
+            "artifact on more rows"
+        )
     array = relevance_array(artifact, match)
     correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
     wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
-    progress = progress or Silent()
+    progress = progress or Progress()
     _refuse_copies(artifact, target)
     low_relevance_N = low_relevance(artifact, array, target, progress)
     class_scores, class_notes = _class_scores(artifact, low_relevance_N, progress)
@@ -153,40 +164,37 @@ def detect(
     row_ids = pa.chunked_array([batch.column(0) for batch in artifact.row_batches(["row_id"])])
     table = pa.table(
         {
-            "rank": np.arange(1, artifact.n_rows + 1),
+            "rank": np.arange(1, n_rows + 1),
             "row_id": row_ids.take(pa.array(order_N)),
             "flagged": (ranking_N > threshold.value)[order_N],
             **{name: score_N[order_N] for name, score_N in scores.items()},
         }
     )
-    first_N, head = order_N[:top], table.slice(0, top)
+    head, first_rows = table.slice(0, top), artifact.rows(order_N[:top])
+    flagged = "yes" if threshold.beyond_chance else "not significant"
+    shown = pa.table(
+        {
+            "rank": head["rank"],
+            ranking: head[ranking],
+            "flagged": [flagged if is_flagged else "no" for is_flagged in head["flagged"].to_pylist()],
+            "row_id": head["row_id"],
+            CLASS_LABEL: first_rows[CLASS_LABEL],
+            "image": first_rows["snippet"],
+        }
+    )
+    pictures = map(picture_url, row_pictures(artifact, order_N[:top], PICTURE_PIXELS))
     return Suspects(
         table,
-        _headline(ranking, threshold, artifact.n_rows),
+        _headline(ranking, threshold, n_rows),
         notes,
         target=target,
         ranking=ranking,
         threshold=threshold,
         detections=detections,
-        shown=_shown_rows(artifact, head, first_N, ranking, threshold),
+        shown=shown,
         scores=scores,
-        figures=_figures(artifact, head["row_id"].to_pylist(), first_N),
+        figures=tuple(zip(head["row_id"].to_pylist(), pictures, strict=True)),
     )
-
-
-def _check_numbers(artifact: ArtifactReader, top: int, truth: str | None, k: int | None) -> None:
-    """Check the numbers that the user passed, that each has an effect, and that there are enough rows."""
-    if top < 0:
-        raise SettingsError(f"top: got {top}, expected 0 or more")
-    if k is not None and truth is None:
-        raise SettingsError("k: requires truth")
-    if k is not None and not 1 <= k <= artifact.n_rows:
-        raise SettingsError(f"k: got {k}, expected 1 to {artifact.n_rows}")
-    if artifact.n_rows < MIN_ROWS:
-        raise SettingsError(
-            f"{artifact.location}: has {artifact.n_rows} rows, expected at least {MIN_ROWS}; read them "
-            "instead, or build the artifact on more rows"
-        )
 
 
 def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
@@ -251,23 +259,6 @@ def _class_scores(
     }, notes
 
 
-def _shown_rows(artifact: ArtifactReader, head: pa.Table, first_N: I64, ranking: str, threshold: Threshold) -> pa.Table:
-    """Return the first rows as they are printed."""
-    rows = artifact.rows(first_N)
-    flagged = "yes" if threshold.beyond_chance else "not significant"
-    is_flagged = head["flagged"].to_pylist()
-    return pa.table(
-        {"rank": head["rank"], ranking: head[ranking]}
-        | {"flagged": [flagged if each else "no" for each in is_flagged], "row_id": head["row_id"]}
-        | {CLASS_LABEL: rows[CLASS_LABEL], "image": rows["snippet"]}
-    )
-
-
-def _figures(artifact: ArtifactReader, row_ids: Sequence[str], index: I64) -> tuple[tuple[str, str | None], ...]:
-    """Return images with their row_ids as captions."""
-    return tuple(zip(row_ids, map(picture_url, row_pictures(artifact, index, PICTURE_PIXELS)), strict=True))
-
-
 def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
     """Return the relevance array of a kernel. Default: output_layer if it was built, else the first kernel."""
     default = "output_layer" if "output_layer" in artifact.kernels else artifact.kernels[0]
@@ -276,7 +267,7 @@ def relevance_array(artifact: ArtifactReader, match: str | None) -> str:
 
 def low_relevance(artifact: ArtifactReader, array: str, target: str, progress: Progress | None = None) -> F64:
     """Return minus the mean relevance to the units of a target, each standardised over all rows, (N,)."""
-    blocks = standardised_blocks(artifact, array, target, progress or Silent())
+    blocks = standardised_blocks(artifact, array, target, progress or Progress())
     return np.concatenate([-score_NE.mean(axis=1) for _, score_NE in blocks])
 
 

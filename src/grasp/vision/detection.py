@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import ceil, sqrt
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from grasp.arrays import F64, Bool
@@ -35,11 +34,6 @@ class MetricsAtK:
     precision: float
     recall: float
     f1: float
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Return precision, recall and F1."""
-        return self.precision, self.recall, self.f1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +75,11 @@ def evaluate_scores(score_N: F64, planted_N: Bool, k: int | None = None) -> Dete
     variance = float(planted_placement.var() / len(planted) + clean_placement.var() / len(clean))
     half_width = ndtri(0.975) * sqrt(variance)
     hits_N = np.cumsum(planted_N[np.argsort(-score_N, kind="stable")], dtype=np.int64)
-    rank_N = np.arange(1, n_rows + 1)
-    best_index = int(np.argmax(2 * hits_N / (rank_N + n_planted)))
+
+    def metrics(k: int) -> MetricsAtK:
+        hits = int(hits_N[k - 1])
+        return MetricsAtK(k, hits / k, hits / n_planted, 2 * hits / (k + n_planted))
+
     return Detection(
         n_rows=n_rows,
         n_planted=n_planted,
@@ -90,15 +87,9 @@ def evaluate_scores(score_N: F64, planted_N: Bool, k: int | None = None) -> Dete
         auroc_low=max(value - half_width, 0.0),
         auroc_high=min(value + half_width, 1.0),
         average_precision=average_precision(score_N, planted_N),
-        at_k=_metrics_at_k(hits_N, n_planted, k),
-        best=_metrics_at_k(hits_N, n_planted, best_index + 1),
+        at_k=metrics(k),
+        best=metrics(int(np.argmax(2 * hits_N / (np.arange(1, n_rows + 1) + n_planted))) + 1),
     )
-
-
-def _metrics_at_k(hits_N: NDArray[np.int64], n_planted: int, k: int) -> MetricsAtK:
-    """Return the metrics of the first `k` rows; `hits_N` is the number of planted rows among the first ones."""
-    hits = int(hits_N[k - 1])
-    return MetricsAtK(k, hits / k, hits / n_planted, 2 * hits / (k + n_planted))
 
 
 def auroc(score_N: F64, planted_N: Bool) -> float:

@@ -9,7 +9,7 @@ Shape letter: E units.
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +109,16 @@ def explain_images(
             target=target,
             effect=terms.effect,
             average=terms.average,
-            figures=((f"{row}: {row_class}", picture_url(picture)), *_trusted_figures(table, trusted)),
+            figures=(
+                (f"{row}: {row_class}", picture_url(picture)),
+                *(
+                    (
+                        f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}",
+                        picture_url(trusted.get(unit["unit_id"])),
+                    )
+                    for unit in table.slice(0, MAX_NEAREST).to_pylist()
+                ),
+            ),
         )
         for row, terms, table, picture, row_class in zip(rows, terms_by_row, tables, row_images, classes, strict=True)
     ]
@@ -120,15 +129,6 @@ def _table(units: pa.Table, contribution_E: NDArray[np.float64]) -> pa.Table:
     table = units.select(["unit_id", "completion"]).rename_columns(["unit_id", "image_class"])
     order_E = np.argsort(-np.abs(contribution_E), kind="stable")
     return table.append_column("contribution", pa.array(contribution_E)).take(pa.array(order_E))
-
-
-def _trusted_figures(table: pa.Table, pictures: Mapping[str, bytes]) -> list[tuple[str, str | None]]:
-    """Return the caption and the data URL of each of the first trusted images of a table."""
-    figures = []
-    for unit in table.slice(0, MAX_NEAREST).to_pylist():
-        caption = f"{signed(unit['contribution'])} {unit['unit_id']}: {unit['image_class']}"
-        figures.append((caption, picture_url(pictures.get(unit["unit_id"]))))
-    return figures
 
 
 def row_pictures(artifact: ArtifactReader, index: NDArray[np.int64], largest: int) -> list[bytes | None]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from grasp.corpus.labels import Label
 from grasp.corpus.packing import Skipped
 from grasp.errors import CorpusError, SettingsError
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.settings import CorpusSettings, ModelSettings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.fitted_head import FittedHead, fit_linear
@@ -68,7 +68,7 @@ def fit_head(
     # The backbone still has its old head, whose number of outputs may differ from the number of class names.
     without_classes = classifier.model_copy(update={"classes": ()})
     backbone = ImageClassifier.load(model.model_copy(update={"classifier": without_classes}))
-    hidden_NH, values, skipped = _features(backbone, classifier, corpus, progress or Silent())
+    hidden_NH, values, skipped = _features(backbone, classifier, corpus, progress or Progress())
     classes = classifier.classes or _classes(values)
     if len(classes) < MIN_CLASSES:
         raise CorpusError(f"{corpus.path}: its images have {len(classes)} class(es), expected at least {MIN_CLASSES}")

@@ -7,7 +7,7 @@ Shape letters: N images, H hidden width, V classes.
 """
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,24 +29,24 @@ def linear_head(model: nn.Module, name: str) -> nn.Linear:
         ModelError: no such module (the message lists linear layers), or not a linear layer.
     """
     modules = dict(model.named_modules())
-    linear = [module_name for module_name, module in modules.items() if isinstance(module, nn.Linear)]
-    known = f"its linear layers: {', '.join(linear[-5:]) or 'none'}"
-    if name not in modules or not name:
-        raise ModelError(f"model.classifier.head: {type(model).__name__} has no module `{name}`; {known}")
-    head = modules[name]
+    head = modules.get(name) if name else None
     if not isinstance(head, nn.Linear):
+        linear = [module_name for module_name, module in modules.items() if isinstance(module, nn.Linear)]
         raise ModelError(
-            f"model.classifier.head: `{name}` of {type(model).__name__} is a {type(head).__name__}, expected a linear "
-            f"layer; {known}"
+            f"model.classifier.head: `{name}` of {type(model).__name__} is "
+            f"{'no module' if head is None else f'a {type(head).__name__}'}, expected a linear layer; its linear "
+            f"layers: {', '.join(linear[-5:]) or 'none'}"
         )
     return head
 
 
+@dataclass(frozen=True, slots=True)
 class FittedHead:
     """A linear output layer fitted to a corpus, with the names of its classes."""
 
-    def __init__(self, weight_VH: Tensor, bias_V: Tensor, classes: Sequence[str]) -> None:
-        self.weight_VH, self.bias_V, self.classes = weight_VH, bias_V, tuple(classes)
+    weight_VH: Tensor
+    bias_V: Tensor
+    classes: tuple[str, ...]
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -57,7 +57,7 @@ class FittedHead:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                classes = json.loads((file.metadata() or {})["classes"])
+                classes = tuple(json.loads((file.metadata() or {})["classes"]))
                 return cls(file.get_tensor("weight"), file.get_tensor("bias"), classes)
         except (OSError, SafetensorError, KeyError, ValueError) as err:
             raise ModelError(

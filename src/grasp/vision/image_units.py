@@ -40,7 +40,18 @@ def load_image_units(
         target = target_name(path)
         if any(unit.target == target for unit in units):
             raise TargetError(f"targets.names: two targets are called {target!r}; rename one of the files")
-        trusted = _read_trusted_images(path, corpus, classifier, n_classes)
+        log, target_corpus = Skipped(), corpus.model_copy(update={"path": path, "limit": None})
+        trusted = list(image_rows(read_images(target_corpus, classifier), classifier.classes, n_classes, log))
+        unusable = [f"{name} ({reason})" for reason, names in log.ids.items() for name in names]
+        if unusable:
+            raise TargetError(
+                f"{path}: {len(unusable)} of {len(unusable) + len(trusted)} trusted images cannot be used: "
+                f"{', '.join(unusable[:5])}; repair or remove them"
+            )
+        if not trusted:
+            raise TargetError(f"{path}: no trusted images, expected at least one")
+        if len({row.row_id for row in trusted}) < len(trusted):
+            raise TargetError(f"targets: {target} has two images of the same name; use unique names")
         for row in draw(target, trusted, [f"{target}:{row.row_id}" for row in trusted], settings):
             units.append(
                 Unit(
@@ -55,23 +66,3 @@ def load_image_units(
     table = pa.table({"row_id": pa.array([row.row_id for row in rows], pa.string())})
     class_E = np.concatenate([row.input_ids for row in rows])
     return UnitSet(tuple(units)), ImageRows.from_images([row.encoded for row in rows], class_E, table)
-
-
-def _read_trusted_images(
-    path: str, corpus: CorpusSettings, classifier: ClassifierSettings, n_classes: int
-) -> list[ImageRow]:
-    """Read one trusted set. All of its images must be usable, and have different names."""
-    log = Skipped()
-    target_corpus = corpus.model_copy(update={"path": path, "limit": None})
-    rows = list(image_rows(read_images(target_corpus, classifier), classifier.classes, n_classes, log))
-    unusable = [f"{name} ({reason})" for reason, names in log.ids.items() for name in names]
-    if unusable:
-        raise TargetError(
-            f"{path}: {len(unusable)} of {len(unusable) + len(rows)} trusted images cannot be used: "
-            f"{', '.join(unusable[:5])}; repair or remove them"
-        )
-    if not rows:
-        raise TargetError(f"{path}: no trusted images, expected at least one")
-    if len({row.row_id for row in rows}) < len(rows):
-        raise TargetError(f"targets: {target_name(path)} has two images of the same name; use unique names")
-    return rows

@@ -9,6 +9,7 @@ bytes, a class, a stable name and labels. The format of the store is that of `gr
 import hashlib
 import io
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ IMAGE_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif
 IS_BINARY: Final = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 IMAGE_COLUMN, CLASS_COLUMN = "image", "label"  # columns of a directory of images
 CLASS_LABEL, HASH_LABEL = "image_class", "image_hash"  # labels of image rows
+HIDDEN: Final = re.compile(r"(^|/)[._]")  # part of a path that hides it
 FILES_PER_CHUNK: Final = 64
 SCALE_16_TO_8_BITS: Final = 257  # 65535 / 255
 
@@ -56,32 +58,33 @@ class ImageRecord:
 
 
 def read_images(
-    settings: CorpusSettings, classifier: ClassifierSettings, *, fetch: bool = True
+    settings: CorpusSettings,
+    classifier: ClassifierSettings,
+    *,
+    source: Source | None = None,
+    start: int = 0,
+    fetch: bool = True,
 ) -> Iterator[ImageRecord]:
     """Yield the images of a corpus, files sorted by name.
 
     Args:
         settings: settings of the corpus.
         classifier: columns of images and classes.
+        source: the opened corpus. Default: it is opened at `settings.path`.
+        start: position of the first image.
         fetch: download images given by URL; false: treat them as undecodable.
     Raises:
         CorpusError: at the call, if there is nothing to read; while streaming, if a file is damaged or lacks the
             column of images or of classes.
     """
-    return read_source_images(open_images(settings.path, settings.split), settings, classifier, fetch=fetch)
+    source = open_images(settings.path, settings.split) if source is None else source
 
+    def content_columns(columns: Mapping[str, pa.DataType | None]) -> tuple[tuple[str], None]:
+        _check_columns(columns, classifier)
+        return (classifier.image_column,), None
 
-def read_source_images(
-    source: Source, settings: CorpusSettings, classifier: ClassifierSettings, *, start: int = 0, fetch: bool = True
-) -> Iterator[ImageRecord]:
-    """Yield the images of an open source, from position `start` to the limit in the settings."""
-
-    def content_columns(columns: Mapping[str, pa.DataType | None], location: str) -> tuple[str]:
-        _check_columns(columns, classifier, location)
-        return (classifier.image_column,)
-
-    for record in read_records(source, settings, content_columns, start):
-        yield ImageRecord(
+    return (
+        ImageRecord(
             index=record.index,
             location=record.location,
             source_id=record.doc_id,
@@ -91,23 +94,25 @@ def read_source_images(
             labels=record.labels,
             ignored=record.ignored,
         )
+        for record in read_records(source, settings, content_columns, start)
+    )
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings, location: str) -> None:
+def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings) -> None:
     """Check that the columns of images and classes exist, and that the type of the images is supported."""
     image_column = classifier.image_column
     required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
     for content, setting, column in required:
         if column not in columns:
             raise CorpusError(
-                f"{location}: no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
+                f"no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
                 f"model.classifier.{setting} to the column of {content}"
             )
     dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
     fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
     if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
         raise CorpusError(
-            f"{location}: image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+            f"image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
             "(text) or a struct of bytes and path"
         )
 
@@ -121,16 +126,11 @@ def open_images(path: str, split: str | None = None) -> Source:
     except (ValueError, ImportError, OSError):
         return open_source(path, split)  # raises with the reason
     if is_directory:
-        files = sorted(file for file in fs.find(root) if _is_image(PurePosixPath(file).relative_to(root)))
-        if files:
-            return ImageFolder(fs, root, tuple(files))
+        files = sorted(file for file in fs.find(root) if file.lower().endswith(IMAGE_SUFFIXES))
+        visible = [file for file in files if not HIDDEN.search(str(PurePosixPath(file).relative_to(root)))]
+        if visible:
+            return ImageFolder(fs, root, tuple(visible))
     return open_source(path, split)
-
-
-def _is_image(relative: PurePosixPath) -> bool:
-    """Return whether a path is that of an image file; hidden files and directories are ignored."""
-    hidden = any(part.startswith((".", "_")) for part in relative.parts)
-    return not hidden and relative.suffix.lower() in IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ class ImageStore(RowStore):
             directory,
             source=source,
             settings=settings,
-            documents=lambda start: read_source_images(source, settings, classifier, start=start),
+            documents=lambda start: read_images(settings, classifier, source=source, start=start),
             rows=lambda records, _, skipped: image_rows(records, classifier.classes, n_classes, skipped),
             progress=progress,
             shard_rows=shard_rows,
@@ -382,26 +382,22 @@ def image_rows(
         CorpusError: a class that the head does not have.
     """
     for record, image in usable_images(records, log):
-        yield _row(record, image, class_index(record.class_value, classes, n_classes, record.location), classes)
-
-
-def _row(record: ImageRecord, image: Any, index: int, classes: Sequence[str]) -> ImageRow:
-    digest = pixel_hash(image)
-    doc_id = record.source_id or f"{digest}-{record.index}"
-    name = classes[index] if classes else str(index)
-    built_in: dict[str, Label] = {CLASS_LABEL: name, HASH_LABEL: digest}
-    assert record.encoded is not None
-    return ImageRow(
-        row_id=record.row_id or doc_id,
-        doc_id=doc_id,
-        document=record.index,
-        n_tokens=1,
-        next_cursor=Cursor(record.index + 1),
-        input_ids=np.array([index], np.int32),
-        encoded=record.encoded,
-        snippet=f"{name}, {image.width} x {image.height} pixels",
+        index, digest = class_index(record.class_value, classes, n_classes, record.location), pixel_hash(image)
+        doc_id = record.source_id or f"{digest}-{record.index}"
+        name = classes[index] if classes else str(index)
+        built_in: dict[str, Label] = {CLASS_LABEL: name, HASH_LABEL: digest}
         # labels of the corpus keep their names, with a trailing underscore if a built-in label has the same name
-        labels={f"{label}_" if label in built_in else label: value for label, value in record.labels.items()}
-        | built_in,
-        ignored=record.ignored,
-    )
+        labels = {f"{label}_" if label in built_in else label: value for label, value in record.labels.items()}
+        assert record.encoded is not None
+        yield ImageRow(
+            row_id=record.row_id or doc_id,
+            doc_id=doc_id,
+            document=record.index,
+            n_tokens=1,
+            next_cursor=Cursor(record.index + 1),
+            input_ids=np.array([index], np.int32),
+            encoded=record.encoded,
+            snippet=f"{name}, {image.width} x {image.height} pixels",
+            labels=labels | built_in,
+            ignored=record.ignored,
+        )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.arrays import F32, F64, I64, Bool
-from grasp.progress import Progress, Silent
+from grasp.progress import Progress
 from grasp.seeds import stream
 
 # candidate neighbours of a row: all rows of a smaller corpus, else those of the nearest cells
@@ -56,7 +56,7 @@ def disagreement(
         k: number of neighbours.
         progress: receives the stage and numbers of rows.
     """
-    progress = progress or Silent()
+    progress = progress or Progress()
     unit_ND = _normalise_rows(np.array(feature_ND, np.float32))
     n_rows, k = len(unit_ND), min(k, len(unit_ND) - 1)
     share_N, hits, checked_N = np.zeros(n_rows), 0.0, np.zeros(n_rows, dtype=np.bool_)

@@ -111,13 +111,6 @@ class TimmTransform:
     config: dict[str, Any]
     transform: Any
 
-    @classmethod
-    def from_model(cls, model: nn.Module) -> Self:
-        """Create the transform from the data config of the module."""
-        data = importlib.import_module("timm.data")  # installed, since the module is from timm
-        config = data.resolve_model_data_config(model)
-        return cls(config, data.create_transform(**config, is_training=False))
-
     @property
     def identity(self) -> Any:
         return {"timm": {name: self.config[name] for name in sorted(self.config)}}
@@ -131,5 +124,7 @@ def default_preprocessing(model: nn.Module) -> Preprocessing:
     """Return the transform that a timm module declares; for other modules that of ImageNet at 224 pixels."""
     is_timm = any(base.__module__.partition(".")[0] == "timm" for base in type(model).__mro__)
     if is_timm and hasattr(model, "pretrained_cfg"):
-        return TimmTransform.from_model(model)
+        data = importlib.import_module("timm.data")  # installed, since the module is from timm
+        config = data.resolve_model_data_config(model)
+        return TimmTransform(config, data.create_transform(**config, is_training=False))
     return ResizeAndCrop(ImageSettings())

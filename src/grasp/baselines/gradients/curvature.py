@@ -18,6 +18,7 @@ Shape letters: B examples, T positions, X left width, Y right width, E units, M 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -57,94 +58,67 @@ class Fisher:
         return [self.rows[i] for i in chosen], None if self.uniforms is None else [self.uniforms[i] for i in chosen]
 
 
-class _Sums:
-    """Accumulates second moments."""
-
-    def __init__(self, engine: PerExample, full_width: int) -> None:
-        self._engine = engine
-        device, work = engine.model.device, engine.work
-        self._left, self._right = [], []
-        self._left_count = torch.zeros(len(engine.layers.blocks), dtype=work, device=device)
-        self._right_count = torch.zeros_like(self._left_count)
-        for block in engine.layers.blocks:
-            narrow = "embedding" in block.kinds or block.left > full_width
-            shape = (block.left,) if narrow else (block.left, block.left)
-            self._left.append(torch.zeros(shape, dtype=work, device=device))
-            self._right.append(torch.zeros(block.right, block.right, dtype=work, device=device))
-        self._labels_B = self._positions_B = torch.zeros(0)
-        self._tokens = 0
-
-    def begin(self, examples: Sequence[Example]) -> None:
-        """Set the rows of the next batch."""
-        work, device = self._engine.work, self._engine.model.device
-        self._tokens = max(len(example.input_ids) for example in examples)
-        self._labels_B = torch.tensor([example.labels for example in examples], dtype=work, device=device)
-        # positions that influence the loss: all before the last loss_mask token, prompts included
-        last = [
-            len(example.input_ids) - 1 if example.loss_mask is None else int(np.flatnonzero(example.loss_mask)[-1])
-            for example in examples
-        ]
-        self._positions_B = torch.tensor(last, device=device)
-
-    def __call__(self, number: int, use: GradientFactors, rows: slice) -> None:
-        block, labels_B = self._engine.layers.blocks[number], self._labels_B[rows]
-        left, right = use.left, use.right
-        if "vector" in block.kinds:
-            mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
-            right = right * labels_B.sqrt()[:, None, None]
-        else:
-            mask_BT = self._loss_positions(use.right.shape[1], rows)
-            if use.one_hot:
-                right = right * labels_B[:, None, None]
-            else:
-                left = left * labels_B[:, None, None]
-        self._add(number, left[mask_BT], right[mask_BT])
-
-    def _add(self, number: int, left: Tensor, right_PY: Tensor) -> None:
-        total = self._left[number]
-        if left.ndim == 1:
-            total += torch.bincount(left, minlength=len(total))
-        elif total.ndim == 1:
-            total += left.square().sum(dim=0)
-        else:
-            total.addmm_(left.T, left)
-        self._right[number].addmm_(right_PY.T, right_PY)
-        self._left_count[number] += len(left)
-        self._right_count[number] += len(right_PY)
-
-    def _loss_positions(self, positions: int, rows: slice) -> Tensor:
-        """Return a mask of positions that influence the loss, (B, T): for the head, those of the labels, left-aligned.
-
-        A layer that processes the attention heads of a token separately has several positions per token.
-        """
-        at_labels = positions < self._tokens
-        size = positions if at_labels else self._tokens
-        mask = (
-            torch.arange(size, device=self._labels_B.device)
-            < (self._labels_B if at_labels else self._positions_B)[rows, None]
-        )
-        return mask.repeat_interleave(positions // size, dim=1)
-
-    def factors(self) -> list[Factors]:
-        return [
-            Factors(left / self._left_count[k], right / self._right_count[k])
-            for k, (left, right) in enumerate(zip(self._left, self._right, strict=True))
-        ]
-
-
 def second_moments(engine: PerExample, fisher: Fisher, full_width: int) -> list[Factors]:
     """Compute the K-FAC factors of each block, in one pass over the Fisher rows.
 
     Raises:
         ModelError: a factor is not finite.
     """
-    sums = _Sums(engine, full_width)
+    blocks, device = engine.layers.blocks, engine.model.device
+    narrow = ["embedding" in block.kinds or block.left > full_width for block in blocks]
+    zeros = partial(torch.zeros, dtype=engine.work, device=device)
+    left_sums = [
+        zeros(block.left) if diagonal else zeros(block.left, block.left)
+        for block, diagonal in zip(blocks, narrow, strict=True)
+    ]
+    right_sums = [zeros(block.right, block.right) for block in blocks]
+    left_count, right_count = zeros(len(blocks)), zeros(len(blocks))
+    n_tokens, labels_B, last_B = 0, torch.zeros(0), torch.zeros(0)
+
+    def add(number: int, use: GradientFactors, rows: slice) -> None:
+        left, right, total = use.left, use.right, left_sums[number]
+        n_positions = right.shape[1]
+        if "vector" in blocks[number].kinds:
+            mask_BT = torch.ones_like(right[:, :, 0], dtype=torch.bool)
+            right = right * labels_B[rows].sqrt()[:, None, None]
+        else:
+            # Positions that influence the loss: for the head, those of the labels, left-aligned. A layer that processes
+            # the attention heads of a token separately has several positions per token.
+            at_labels = n_positions < n_tokens
+            size = n_positions if at_labels else n_tokens
+            mask_BT = torch.arange(size, device=device) < (labels_B if at_labels else last_B)[rows, None]
+            mask_BT = mask_BT.repeat_interleave(n_positions // size, dim=1)
+            if use.one_hot:
+                right = right * labels_B[rows, None, None]
+            else:
+                left = left * labels_B[rows, None, None]
+        left, right_PY = left[mask_BT], right[mask_BT]
+        if left.ndim == 1:
+            total += torch.bincount(left, minlength=len(total))
+        elif total.ndim == 1:
+            total += left.square().sum(dim=0)
+        else:
+            total.addmm_(left.T, left)
+        right_sums[number].addmm_(right_PY.T, right_PY)
+        left_count[number] += len(left)
+        right_count[number] += len(right_PY)
+
     for index_B in engine.batches(fisher.rows):
         examples, uniforms = fisher.batch(index_B)
-        sums.begin(examples)
-        engine.run(examples, sums, fisher.output, uniforms)
-    all_factors = sums.factors()
-    for block, factors in zip(engine.layers.blocks, all_factors, strict=True):
+        n_tokens = max(len(example.input_ids) for example in examples)
+        labels_B = torch.tensor([example.labels for example in examples], dtype=engine.work, device=device)
+        # all positions before the last labelled token influence the loss, prompts included
+        last = [
+            len(example.input_ids) - 1 if example.loss_mask is None else int(np.flatnonzero(example.loss_mask)[-1])
+            for example in examples
+        ]
+        last_B = torch.tensor(last, device=device)
+        engine.run(examples, add, fisher.output, uniforms)
+    all_factors = [
+        Factors(left / left_count[k], right / right_count[k])
+        for k, (left, right) in enumerate(zip(left_sums, right_sums, strict=True))
+    ]
+    for block, factors in zip(blocks, all_factors, strict=True):
         if not (factors.left.isfinite().all() and factors.right_YY.isfinite().all()):
             raise ModelError(
                 f"influence: the Fisher factors of {block.name} are not finite in {engine.model.dtype}; use "

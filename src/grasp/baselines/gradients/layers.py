@@ -4,7 +4,7 @@ Start with `choose_layers`.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -71,10 +71,35 @@ class _Names:
 
     def match(self, pattern: str) -> set[str]:
         """Return the canonical names of the parameters that a pattern matches."""
+        model, all_names = self._model, set(self._canonical.values())
         if (block := BLOCK.fullmatch(pattern)) is not None:
-            return self._parameter_names(self._block(int(block[1]), pattern))
-        if (word := self._words().get(pattern)) is not None:
-            return word()
+            blocks, number = _decoder(model)[1], int(block[1])
+            if not -len(blocks) <= number < len(blocks):
+                raise SettingsError(f"layers: got {pattern!r}, but the model has blocks 0 to {len(blocks) - 1}")
+            return self._parameter_names(blocks[number])
+        match pattern:
+            case "all":
+                return all_names
+            case "head":
+                return self._parameter_names(model.head.linear)
+            case "embedding":
+                return self._input_embedding()
+            case "body":
+                return all_names - self._parameter_names(model.head.linear) - self._input_embedding()
+            case "blocks":
+                return self._parameter_names(_decoder(model)[1])
+            case "final_norm":
+                norms = [
+                    child
+                    for child in _decoder(model)[0].children()
+                    if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
+                ]
+                if not norms:
+                    raise SettingsError(
+                        f"layers: {type(self._root).__name__} has no norm after its blocks; select it by a pattern "
+                        "over names"
+                    )
+                return self._parameter_names(norms[-1])
         try:
             test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else None
         except re.error as err:
@@ -93,17 +118,6 @@ class _Names:
             )
         return matched
 
-    def _words(self) -> dict[str, Callable[[], set[str]]]:
-        all_names, model = set(self._canonical.values()), self._model
-        return {
-            "all": lambda: all_names,
-            "head": lambda: self._parameter_names(model.head.linear),
-            "embedding": self._input_embedding,
-            "body": lambda: all_names - self._parameter_names(model.head.linear) - self._input_embedding(),
-            "blocks": lambda: self._parameter_names(_decoder(model)[1]),
-            "final_norm": lambda: self._parameter_names(_final_norm(model)),
-        }
-
     def _parameter_names(self, module: nn.Module) -> set[str]:
         parameter_ids = {id(parameter) for parameter in module.parameters()}
         return {name for name, parameter in self._root.named_parameters() if id(parameter) in parameter_ids}
@@ -112,12 +126,6 @@ class _Names:
         find = getattr(self._root, "get_input_embeddings", None)
         module = find() if find is not None else None
         return self._parameter_names(module) if isinstance(module, nn.Module) else set()
-
-    def _block(self, number: int, pattern: str) -> nn.Module:
-        blocks = _decoder(self._model)[1]
-        if not -len(blocks) <= number < len(blocks):
-            raise SettingsError(f"layers: got {pattern!r}, but the model has blocks 0 to {len(blocks) - 1}")
-        return blocks[number]
 
 
 def _prefixes(name: str) -> list[str]:
@@ -136,17 +144,3 @@ def _decoder(model: ReferenceModel) -> tuple[nn.Module, nn.ModuleList]:
     raise SettingsError(
         f"layers: {type(model.model).__name__} has no list of {depth} blocks; select layers by a pattern over names"
     )
-
-
-def _final_norm(model: ReferenceModel) -> nn.Module:
-    parent, _ = _decoder(model)
-    norms = [
-        child
-        for child in parent.children()
-        if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
-    ]
-    if not norms:
-        raise SettingsError(
-            f"layers: {type(model.model).__name__} has no norm after its blocks; select it by a pattern over names"
-        )
-    return norms[-1]

@@ -101,12 +101,12 @@ class Projection:
         scale = self.width**-0.5
         if kind == "dense":
             return _Dense(self._drawn(generator, block.size).to(self.dtype) * scale)
-        left, right = (self._side(generator, side) for side in (block.left, block.right))
+        left, right = (
+            None if side <= SIDE else self._drawn(generator, side, SIDE).to(self.dtype) * SIDE**-0.5
+            for side in (block.left, block.right)
+        )
         size = min(SIDE, block.left) * min(SIDE, block.right)
         return _TwoSided(left, right, self._drawn(generator, size), scale)
-
-    def _side(self, generator: np.random.Generator, width: int) -> Tensor | None:
-        return None if width <= SIDE else self._drawn(generator, width, SIDE).to(self.dtype) * SIDE**-0.5
 
     def _drawn(self, generator: np.random.Generator, rows: int, columns: int | None = None) -> Tensor:
         return torch.from_numpy(random_signs(generator, rows, columns or self.width)).to(self.device)

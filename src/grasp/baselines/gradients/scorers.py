@@ -13,20 +13,16 @@ from grasp.arrays import F64
 from grasp.baselines.checkpoints import Checkpoint, training_checkpoints
 from grasp.baselines.gradients.features import Featurizer, check_finite
 from grasp.baselines.gradients.layers import choose_layers
+from grasp.baselines.gradients.projection import choose_forms
 from grasp.baselines.gradients.whole import Transform, UnitGradients, inner_products
 from grasp.baselines.stored import RowScorer
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.contract import Account, MethodInputs, Scores
-from grasp.models.gradients import Example, PerExample
+from grasp.models.gradients import Block, Example, PerExample
 from grasp.seeds import stream
 from grasp.targets.margins import Answers
 
 # ------------------------------------------------------------------------------------------------- rows and units
-
-
-def row_examples(inputs: MethodInputs, start: int, stop: int) -> list[Example]:
-    """Return rows [start, stop) as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
-    return examples_at(inputs, range(start, stop))
 
 
 def sampled_rows(inputs: MethodInputs, count: int, seed: int, purpose: str, prefix: int | None = None) -> list[int]:
@@ -39,7 +35,7 @@ def sampled_rows(inputs: MethodInputs, count: int, seed: int, purpose: str, pref
 
 
 def examples_at(inputs: MethodInputs, rows: Sequence[int]) -> list[Example]:
-    """Return rows by index as examples, see `row_examples`."""
+    """Return rows by index as examples; the loss is on the trained tokens of a chat, on all tokens of a text."""
     inputs.refuse_pairs()
     stored = inputs.rows_at(np.asarray(rows, dtype=np.int64))
     return [Example(stored.ids(i), loss_mask=stored.mask(i)) for i in range(len(stored))]
@@ -113,7 +109,7 @@ def feature_scorer(
     """Return a scorer by inner products of row features with vectors of units."""
 
     def score(start: int, stop: int) -> Scores:
-        row_NK = featurizer.features(row_examples(inputs, start, stop))[0].astype(np.float64)
+        row_NK = featurizer.features(examples_at(inputs, range(start, stop)))[0].astype(np.float64)
         if row_NK.ndim == 3:  # one projection per layer: concatenate
             row_NK = row_NK.swapaxes(0, 1).reshape(stop - start, -1)
         if normalise:
@@ -136,7 +132,7 @@ def exact_scorer(
     """Return a scorer by inner products of whole gradients; units outside the group score 0."""
 
     def score(start: int, stop: int) -> Scores:
-        rows = row_examples(inputs, start, stop)
+        rows = examples_at(inputs, range(start, stop))
         product_NE, square_N = inner_products(units, rows, norms=normalise, transform=transform)
         check_finite(product_NE, units.engine.model.dtype)
         if normalise:
@@ -148,8 +144,9 @@ def exact_scorer(
     return RowScorer(score, account)
 
 
-def projection_note(forms: Sequence[str], width: int) -> str:
-    """Describe a projection with these forms of its blocks."""
+def projection_note(blocks: Sequence[Block], width: int, tokens: int) -> str:
+    """Describe a projection of blocks; see `Projection`."""
+    forms = choose_forms(blocks, width, tokens)
     dense = forms.count("dense")
     return f"projected to {width}: {dense} blocks by dense signs, {len(forms) - dense} two-sided"
 

@@ -154,27 +154,25 @@ def inner_products(
     engine = units.engine
     product_NE, square_N = np.zeros((len(rows), units.n_units)), np.zeros(len(rows))
 
-    def of_batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        product_BE = torch.zeros(len(examples), units.n_units, dtype=engine.work, device=engine.model.device)
-        square_B = torch.zeros_like(product_BE[:, 0])
+    product_BE, square_B = torch.zeros(0), torch.zeros(0)
 
-        def take(number: int, matrix: Tensor, at: slice) -> None:
-            flat = (matrix if transform is None else transform(number, matrix)).flatten(1)
-            product_BE[at].addmm_(flat, units.matrices[number].flatten(1).T)
-            if norms:
-                square_B[at] += flat.square_().sum(dim=1)
+    def take(number: int, matrix: Tensor, at: slice) -> None:
+        flat = (matrix if transform is None else transform(number, matrix)).flatten(1)
+        product_BE[at].addmm_(flat, units.matrices[number].flatten(1).T)
+        if norms:
+            square_B[at] += flat.square_().sum(dim=1)
 
-        def take_head(_: int, use: GradientFactors, at: slice) -> None:
-            assert units.head is not None
-            units.head.add_products(use, product_BE[at])
-            if norms:
-                square_B[at] += squared_norm([use], use.left.shape[2])
-
-        run_whole(engine, examples, take, take_head=None if units.head is None else take_head)
-        return product_BE, square_B
+    def take_head(_: int, use: GradientFactors, at: slice) -> None:
+        assert units.head is not None
+        units.head.add_products(use, product_BE[at])
+        if norms:
+            square_B[at] += squared_norm([use], use.left.shape[2])
 
     for index_B in engine.batches(rows):
-        product_BE, square_B = of_batch([rows[int(i)] for i in index_B])
+        product_BE = torch.zeros(len(index_B), units.n_units, dtype=engine.work, device=engine.model.device)
+        square_B = torch.zeros_like(product_BE[:, 0])
+        examples = [rows[int(i)] for i in index_B]
+        run_whole(engine, examples, take, take_head=None if units.head is None else take_head)
         product_NE[index_B], square_N[index_B] = product_BE.cpu().numpy(), square_B.cpu().numpy()
     return product_NE, square_N
 

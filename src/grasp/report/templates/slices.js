@@ -5,12 +5,13 @@
   const ENDS = 8, FOLDED = 24, NARROW = 860;
   const labelPick = $("slices-label"), targetPick = $("slices-target"), find = $("slices-find"), significantOnly = $("slices-significant");
   const states = panels.map(() => ({ open: false, key: null, ascending: true }));
+  const originals = panels.map((panel) => [...panel.querySelector("tbody").rows]); // by the mean over the targets
   const currentLabel = () => (labelPick ? Number(labelPick.value) : 0);
   const target = () => targetPick?.value ?? "0";
 
   function value(row, key) {
     if (key === "name") return row.cells[0].textContent.toLowerCase();
-    const cell = key === "rows" ? row.cells[1] : row.querySelector(key === "mean" ? "td[data-mean]" : `td[data-t="${key}"]`);
+    const cell = key === "rows" ? row.cells[1] : row.querySelector(`td[data-t="${key}"]`);
     return cell.dataset.v === "" ? Infinity : Number(cell.dataset.v);
   }
 
@@ -18,8 +19,8 @@
     panels.forEach((panel, label) => { panel.hidden = label !== currentLabel(); });
     const panel = panels[currentLabel()], state = states[currentLabel()], body = panel.querySelector("tbody"), only = target();
     const many = DATA.targets.length > 1;
-    const key = state.key ?? (only === "" ? "mean" : only);
-    const rows = [...body.rows].sort((a, b) => {
+    const key = state.key ?? only;
+    const rows = key === "" ? [...originals[currentLabel()]] : [...body.rows].sort((a, b) => {
       const [x, y] = [value(a, key), value(b, key)];
       return (x < y ? -1 : x > y ? 1 : 0) * (state.ascending ? 1 : -1);
     });
@@ -33,7 +34,6 @@
     for (const row of rows) row.hidden = !shown.has(row);
     body.append(...rows);
     for (const cell of panel.querySelectorAll("[data-t]")) cell.hidden = only !== "" && cell.dataset.t !== only;
-    for (const cell of panel.querySelectorAll("[data-mean]")) cell.hidden = only !== "";
     const table = panel.querySelector("table.slices");
     table.classList.toggle("single", !many || only !== "");
     for (const head of table.tHead.rows[0].cells) {
@@ -48,7 +48,7 @@
 
   function keyOf(head) {
     if (head.dataset.t !== undefined) return head.dataset.t;
-    return head.dataset.mean !== undefined ? "mean" : head.cellIndex ? "rows" : "name";
+    return head.cellIndex ? "rows" : "name";
   }
 
   panels.forEach((panel, label) => {

@@ -122,7 +122,6 @@
   // ------------------------------------------------------------------------------------------------- page
 
   const states = labels.map((model) => model.slices.map(() => WHOLE));
-  const weights = targets.map(() => 1);
   let current = 0, lines = [], announcement = 0, addressUpdate = 0; // label, its sliders, timers
 
   function breakable(text) {
@@ -154,17 +153,9 @@
   }
 
   function buildResults() {
-    const line = (name, weight) => element("tr", {}, element("th", { scope: "row" }, ...breakable(name)),
-      element("td", { hidden: targets.length === 1 }, weight),
+    $("whatif-results").replaceChildren(...targets.map((name) => element("tr", {}, element("th", { scope: "row" }, ...breakable(name)),
       element("td", { className: "plot" }, element("span", { className: "bar" }, element("i"), element("b"))),
-      element("td", {}, element("span", { className: "num" }), element("small", { className: "ci num" })));
-    const several = targets.length > 1;
-    $("whatif-results").replaceChildren(...targets.map((name, t) => {
-      const weight = element("input", { type: "number", min: 0, step: 0.5, value: 1 });
-      weight.setAttribute("aria-label", `weight of ${name}`);
-      weight.addEventListener("input", () => { weights[t] = Math.max(0, Number(weight.value) || 0); refresh(); });
-      return line(name, several ? weight : "");
-    }), ...(several ? [Object.assign(line("weighted mean", ""), { className: "mean" })] : []));
+      element("td", {}, element("span", { className: "num" }), element("small", { className: "ci num" })))));
   }
 
   function refresh() {
@@ -187,7 +178,8 @@
     const predicted = nRows ? changes(model, percent, f) : targets.map(() => NaN);
     showResults(predicted, nRows && model.expected ? lookUp(model, model.expected, percent) : null);
     $("whatif-command").textContent = command(model, percent);
-    $("mix-file").textContent = nRows ? file(model, f) : "";
+    $("mix-export").hidden = !nRows || percent.every((p) => p === WHOLE); // the corpus as it is needs no file
+    if (nRows) $("mix-file").textContent = file(model, f);
     announce(predicted, nRows / whole);
   }
 
@@ -197,13 +189,12 @@
     const hasRuns = targets.map((_, t) => runs !== null && runs.change[t] !== null), inRunsUnit = hasRuns.every(Boolean);
     const ends = (t) => (hasRuns[t] ? [runs.change[t] - runs.half_width[t], runs.change[t] + runs.half_width[t]] : [NaN, NaN]);
     const lines = predicted.map((x, t) => (inRunsUnit ? [runs.change[t], ...ends(t)] : [x, NaN, NaN]));
-    if (lines.length > 1) lines.push([weighted(lines.map(([x]) => x)), NaN, NaN]);
     const scale = barScale(lines.map(([x]) => x));
     [...$("whatif-results").rows].forEach((row, t) => {
-      const [, , plot, change] = row.cells, [x, low, high] = lines[t], isKnown = Number.isFinite(x);
+      const [, plot, change] = row.cells, [x, low, high] = lines[t], isKnown = Number.isFinite(x);
       const [from, to] = ends(t), drawn = isKnown && Number(x.toFixed(3)) ? x : 0, moved = drawn !== 0;
-      if (t < targets.length) row.dataset.target = targets[t];
-      row.dataset.change = t < targets.length && Number.isFinite(predicted[t]) ? predicted[t] : "";
+      row.dataset.target = targets[t];
+      row.dataset.change = Number.isFinite(predicted[t]) ? predicted[t] : "";
       plot.firstChild.className = `bar ${moved ? significance(from, to) : "unsure"}`;
       const [bar, whisker] = plot.firstChild.children;
       span(bar, Math.min(0, drawn), Math.max(0, drawn), scale);
@@ -222,11 +213,6 @@
       : !DATA.runsUnit ? "Grey: no interval without retrained models."
       : runs ? `Intervals: ${DATA.intervals}. Grey: the interval contains zero, or there is none.`
         : `Several sliders are moved: run the command below for a prediction in ${DATA.runsUnit} with an interval.`;
-  }
-
-  function weighted(values) {
-    const mass = weights.reduce((sum, x) => sum + x, 0);
-    return mass ? dot(weights, values) / mass : NaN;
   }
 
   // Text for screen readers, once the sliders are at rest.
