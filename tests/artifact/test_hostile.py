@@ -5,12 +5,15 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from artifact_world import World, contents
 
 from grasp.artifact.inspection import info, verify
 from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.rows import row_tokens
 from grasp.errors import ArtifactError
 from grasp.files import checksum, entry_of
 from grasp.store.remote import publish
@@ -140,6 +143,30 @@ class Runs:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rows.parquet", lambda table: table[:0], "rows.parquet: got 0 rows, expected 23; build"),
+        ("rows.parquet", lambda table: table.drop_columns(["row_index"]), "row_index: missing, expected integers"),
+        ("rows.parquet", lambda table: as_text(table, "row_index"), "row_index: got string, expected integers"),
+        ("rows.parquet", lambda table: as_text(table, "n_tokens"), "n_tokens: got string, expected integers"),
+        ("shards/00000.parquet", lambda table: as_text(table, "row_index"), "damaged: .*row_index"),
+        ("shards/00000.parquet", lambda table: table[:0], "damaged: .*out of bounds"),
+    ],
+)
+def test_a_row_table_that_differs_from_the_manifest_is_refused(name, change, message, art):
+    pq.write_table(change(pq.read_table(art / name)), art / name)
+    resign(art, lambda raw: raw["files"].update({name: entry_of(art / name).model_dump()}))
+    artifact = ArtifactReader.open(art)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        _ = row_tokens(artifact), artifact.rows([0])
+    assert "\n" not in str(caught.value)
+
+
+def as_text(table: pa.Table, name: str) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, table[name].cast(pa.string()))
 
 
 def test_an_artifact_at_a_url_writes_nothing_outside_of_the_cache(art, tmp_path, monkeypatch):
