@@ -38,6 +38,7 @@ class World(FakeSource):
     def table(self) -> pa.Table:
         return pa.table(
             {
+                "row_index": np.arange(self.n_rows),
                 "row_id": [f"r{i}" for i in range(self.n_rows)],
                 "doc_id": [f"d{i // 2}" for i in range(self.n_rows)],
                 "snippet": [f"text {i}" for i in range(self.n_rows)],
