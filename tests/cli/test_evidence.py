@@ -195,7 +195,7 @@ def test_two_processes_share_the_runs_also_if_one_is_killed(settings, env, tmp_p
     [
         (["--family", "uniform:0.03"], "retains 2 rows, fewer than the 4"),
         (["--family", "mixture:colour"], "unknown column 'colour'"),
-        (["--recipe", "tinny"], "did you mean tiny?"),
+        (["--recipe", "tinny"], "did you mean 'tiny'"),
         (["--role", "test"], "role: Input should be 'dev' or 'held-out'"),
         (["--set", "overrides.stepz=3"], "overrides: stepz: no such field"),
         (["--set", "overrides.shape=3"], "overrides.shape: got 3, expected a group of settings"),

@@ -89,7 +89,7 @@ REFUSALS = {
         (("--export", "kept", "--ids-out", "i"), r"ids: .*documents"),
         (("--out", "kept.csv"), r"\.parquet\b"),
         (("--export", "."), r"\.: .*already"),
-        (("--runs", "nothing"), r"nothing: .*environment"),
+        (("--runs", "nothing"), r"nothing: no such file or directory; pass one written by grasp retrain"),
         (("--out", "k.parquet", "--ids-out", "k.parquet"), r"--ids-out: .*k\.parquet.*--out"),
         (("--out", "k.parquet", "--ids-out", "./k.json"), r"--ids-out: .*k\.json.*summary of --out"),
         (("--out", "k.parquet", "--ids-out", "k.protocol.yaml"), r"--ids-out: .*protocol of --out"),
