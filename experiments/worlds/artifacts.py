@@ -49,8 +49,13 @@ def artifact_of(
     batch_tokens: int = 1024,
     out: str = "artifact",
 ) -> ArtifactReader:
-    """Of the same rows and units as the runs; environments of the same rows share it."""
+    """Of the same rows and units as the runs; environments of the same rows share it, but for gradients, which know
+    the length of a training.
+    """
     kind = ENVIRONMENTS[name]
+    shared = features == POOLED
+    if not shared:
+        features = {**features, "learning": kind.recipe.learning, "batch_rows": kind.recipe.batch_rows}
     dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
     trained_on = open_corpus(name, work, tokenizer)
     settings: dict[str, Any] = {
@@ -64,7 +69,7 @@ def artifact_of(
         texts, settings["model"]["tokenizer"] = write_cut(kind.rows, work, trained_on, tokenizer)
         parts = {"prompt": "{prompt}", "completion": "{completion}"}
         settings["corpus"] = {"path": str(texts), "max_length": LENGTH} | parts
-    artifact = build(out=work / f"{kind.rows}-{out}", settings=settings)
+    artifact = build(out=work / f"{kind.rows if shared else name}-{out}", settings=settings)
     rows = BuildSource(artifact).rows.rows(np.arange(artifact.n_rows))
     for i, (ids, first) in enumerate(zip(trained_on.rows, trained_on.first_N, strict=True)):
         same = len(ids) - 2  # cut text may end in other tokens: of one row in 380, two line breaks become one

@@ -65,6 +65,11 @@ class Recipe:
             return self.learning_rate * (step + 1) / WARMUP_STEPS
         return self.learning_rate * (self.steps - step) / (self.steps - WARMUP_STEPS)
 
+    @property
+    def learning(self) -> float:
+        """The sum of the learning rates of the steps that are taken."""
+        return sum(self.learning_rate_at(step) for step in range(self.stop or self.steps))
+
     def batches(self, row_index: Sequence[int]) -> list[list[int]]:
         """Rows of every step: those given, again from the beginning where they do not suffice."""
         needed = self.steps * self.batch_rows

@@ -336,14 +336,16 @@ class FeatureSettings(Settings):
     gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
         description="Approximate number of coordinates of a row's gradient that the gradient kernel uses, the same "
-        "share of every matrix of the body. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
+        "share of every matrix. null: 2,000,000, or all if there are fewer. Memory: 2 bytes per coordinate "
         "and unit, or 4 on a CPU with enough memory.",
     )
-    gradient_damping: float = Field(
-        0.01,
-        gt=0,
-        allow_inf_nan=False,
-        description="Damping added to second moments of gradients, in units of their mean over the parameters.",
+    learning: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="Sum of the learning rates of all steps of the training that is predicted, from which the gradient "
+        "kernel knows how far it goes. null: of --recipe, else of the recipe that is replayed by default; 0: one step.",
+    )
+    batch_rows: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Rows of a step of that training. null: as for `learning`."
     )
     top_k: int = Field(
         64, ge=1, description="Probabilities stored per residual, in addition to that of the label. Paper: 64."
@@ -399,6 +401,10 @@ class FeatureSettings(Settings):
             raise ValueError(f"expected 1 or 0.5, got {value}")
         return value
 
+    def completed(self, **values: Any) -> Self:
+        """Return settings with these values of fields, where they are unset."""
+        return self.model_copy(update={name: value for name, value in values.items() if getattr(self, name) is None})
+
     def decided(self, train: "Train | None") -> Self:
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
@@ -434,6 +440,9 @@ class BuildSettings(Settings):
         "Not for models of readers.",
     )
     features: FeatureSettings = FeatureSettings()
+    recipe: dict[str, Any] | None = Field(
+        None, description="Fine-tuning recipe of the training that is predicted, from --recipe; null: the default one."
+    )
     like: str | None = Field(
         None, description="Artifact whose moments are used instead of estimating them, so that both can be merged."
     )

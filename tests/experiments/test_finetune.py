@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune import ekfac
 from experiments.finetune.features import Features
 from experiments.finetune.scores import Sides, delta_kernel, input_kernel
 from experiments.finetune.with_runs import predict_runs, rho
@@ -19,13 +18,8 @@ from experiments.worlds.training import (
     padded,
 )
 from grasp.artifact.label_table import LabelColumn
-from grasp.baselines.gradients.curvature import Fisher, corrected_eigenvalues
-from grasp.baselines.gradients.layers import as_matrix
-from grasp.kernels.gradient import SampledGradients
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.settings import FeatureSettings
-from tests.baselines.gradient_world import autograd, reference, rows, units
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "worlds"
 
@@ -144,27 +138,3 @@ def test_an_input_kernel_sums_over_equal_input_tokens(sides):
 
     result = input_kernel(sides, None, by_frequency=False)
     assert result == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)
-
-
-def test_ekfac_in_sampled_coordinates_equals_ekfac_if_all_are_sampled():
-    model = reference("llama", torch.float64, batch_tokens=512)
-    gradients = SampledGradients.choose(model, FeatureSettings(gradient_coordinates="all"))
-    engine, examples, unit_examples = gradients.engine, rows(), units()
-    uniforms = [np.random.default_rng(i).random(example.labels) for i, example in enumerate(examples)]
-    fisher = Fisher(examples, uniforms)
-    turned = ekfac.Turned(gradients, fisher)
-    lambdas = corrected_eigenvalues(engine, fisher, turned.bases)
-    lambda_K = turned.eigenvalues()
-    np.testing.assert_allclose(
-        lambda_K, torch.cat([eigenvalues.flatten() for eigenvalues in lambdas]), rtol=1e-6, atol=1e-12
-    )
-    row_K, unit_K = (
-        turned.sample_gradients([example])[0].double().numpy() for example in (examples[0], unit_examples[0])
-    )
-    got = float(row_K @ (ekfac.damped(lambda_K, gradients, 0.1) * unit_K))
-    row, unit = (autograd(model, example) for example in (examples[0], unit_examples[0]))
-    want = 0.0
-    for block, basis, lambda_XY in zip(engine.layers.blocks, turned.bases, lambdas, strict=True):
-        solved = basis.rotate_back(basis.rotate(as_matrix(block, unit)) / (lambda_XY + 0.1 * lambda_XY.mean()))
-        want += float((as_matrix(block, row) * solved).sum())
-    assert got == pytest.approx(want, rel=1e-6)

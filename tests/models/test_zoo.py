@@ -19,7 +19,7 @@ from torch import nn
 
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
-from grasp.kernels.gradient import SampledGradients
+from grasp.kernels.coordinates import SampledGradients
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import BatchFeatures, forward_passes
 from grasp.models.gradients import Block, LayerSet
@@ -140,7 +140,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     chosen = SampledGradients.choose(reference, FEATURES)
     gradients = SampledGradients(chosen.engine, chosen.sample, 1024, chosen.skipped_layers)
     layers = gradients.engine.layers
-    for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._run_model(rows, ("all",)):
+    for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._run_model(rows):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):

@@ -349,7 +349,7 @@ def test_the_forecast_reports_the_cost_of_a_replay(settings, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": RECIPE, "replay": False}, r"--recipe: no effect without --replay"),
+        ({"recipe": RECIPE, "replay": False, "settings": {"train": "new"}}, r"--recipe: no effect"),
         ({"recipe": {"label_smoothing_factor": 0.1}}, r"label_smoothing_factor is set to 0\.1"),
         ({"recipe": {"optim": "sgd"}}, r"optim: got 'sgd', expected AdamW"),
         ({"recipe": "none.yaml"}, r"none\.yaml"),

@@ -8,17 +8,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.baselines.gradients.layers import as_matrix
 from grasp.errors import ModelError, SettingsError
-from grasp.kernels import gradient as gradient_module
-from grasp.kernels.gradient import Gradient, SampledGradients
+from grasp.kernels import coordinates as coordinates_module
+from grasp.kernels.coordinates import SampledGradients
+from grasp.kernels.gradient import CURVATURE_ROWS, Curvature, Gradient
+from grasp.kernels.kernel import CorpusMoments
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
 from grasp.models.tokenizer import HfTokenizer
+from grasp.pipeline.model_pass import unit_gradients
 from grasp.pipeline.pipeline import build_artifact
+from grasp.progress import ignore
+from grasp.seeds import stream
 from grasp.settings import FeatureSettings
-from tests.baselines.gradient_world import autograd, reference
+from grasp.training.fine_tuning_recipe import default_recipe
+from tests.baselines.gradient_world import reference
 from tests.mentions import assert_mentions
 from tests.pipeline.test_pipeline import Notes
 from tests.pipeline.world import changed, relevance, world
@@ -51,18 +56,7 @@ def test_of_an_adapter_all_coordinates_of_its_own_matrices_are_used(root, tmp_pa
     artifact = ArtifactReader.open(build_artifact(adapter_settings, tmp_path / "art", progress=notes))
     size = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     assert_mentions(notes.lines, f"gradients of {size:,} ", f" {size:,} parameters", " 8 layers", "frozen")
-    assert len(artifact.moments["gradient.square"]) == size
     assert artifact.manifest.settings["model"]["adapter"] == "apart"
-    # the second moments, by autograd through peft's own model
-    model = adapted.eval().requires_grad_(False)
-    lora = [p.requires_grad_(True) for name, p in model.named_parameters() if "lora_" in name]
-    total, store = 0.0, BuildSource(artifact).rows
-    rows = store.rows(np.arange(store.n_rows))
-    for i in range(store.n_rows):
-        ids = torch.from_numpy(rows.ids(i).astype(np.int64))[None]
-        gradients = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, lora)
-        total += sum(float((grad.double() ** 2).sum()) for grad in gradients)
-    assert float(artifact.moments["gradient.square"].sum()) == pytest.approx(total / store.n_rows, rel=1e-4)
 
 
 def test_an_adapter_is_merged_into_the_model_if_a_new_model_is_trained(root, tmp_path):
@@ -112,31 +106,37 @@ def test_models_without_the_gradients_that_are_asked_for_are_refused():
 def test_units_that_do_not_fit_in_memory_are_kept_in_a_file_with_the_same_results(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
     inside = relevance(build_artifact(settings, tmp_path / "inside"))
-    monkeypatch.setattr(gradient_module, "MAX_MEMORY_BYTES", 4_096)
+    monkeypatch.setattr(coordinates_module, "MAX_MEMORY_BYTES", 4_096)
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)
-    monkeypatch.setattr(gradient_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
+    monkeypatch.setattr(coordinates_module.shutil, "disk_usage", lambda place: SimpleNamespace(free=100))
     with pytest.raises(SettingsError, match=r"6 units.* 0\.0 GiB"):
         build_artifact(settings, tmp_path / "nowhere")
 
 
-def test_rows_are_ranked_as_by_gradients_of_autograd(built):
-    origin = BuildSource(ArtifactReader.open(built))
-    model, store = origin.model, origin.rows
-    reader = SampledGradients.choose(model, origin.settings.features)
-
-    def whole(examples):
-        gradients = [autograd(model, example) for example in examples]
-        rows = [[as_matrix(b, gradient).flatten() for b in reader.engine.layers.blocks] for gradient in gradients]
-        return np.stack([torch.cat(row).double().numpy() for row in rows])
-
+def test_a_build_has_the_curvature_of_its_rows_and_of_the_training(built):
+    artifact = ArtifactReader.open(built)
+    source = BuildSource(artifact)
+    store, settings = source.rows, source.settings.features
     shard = store.rows(np.arange(store.n_rows))
-    row_NP = whole([Example(shard.ids(i)) for i in range(len(shard))])
-    unit_EP = whole([Example(unit_token.input_ids, unit_token.first) for unit_token in origin.unit_tokens])
-    v_P = (row_NP**2).mean(axis=0)
-    labels_N1 = np.array([len(shard.ids(i)) - 1 for i in range(len(shard))])[:, None]
-    expected_NE = labels_N1 * (row_NP / (v_P + 0.01 * v_P.mean())) @ unit_EP.T
-    assert reader.sample.size == row_NP.shape[1]
-    np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-8 * np.abs(expected_NE).max())
+    examples = [Example(shard.ids(i)) for i in range(len(shard))]
+    measured = stream(settings.seed, "curvature").permutation(store.n_rows)[:CURVATURE_ROWS]
+    units = [Example(unit_token.input_ids, unit_token.first) for unit_token in source.unit_tokens]
+    gradients = SampledGradients.choose(source.model, settings)
+    assert (settings.learning, settings.batch_rows) == (
+        default_recipe(store.n_rows).optimizer(store.n_rows).learning,
+        16,
+    )
+    curvature = Curvature(CorpusMoments(gradients.engine.model.vocab_size))
+    raw_NK = torch.cat([gradients.compute([example])[0] for example in examples])
+    curvature._add(len(raw_NK), raw_NK.double().sum(dim=0), raw_NK.double().square().sum(dim=0))
+    learning = {"learning": settings.learning, "batch_rows": settings.batch_rows}
+    curvature.measure(
+        gradients, [examples[i] for i in sorted(measured)], **learning, seed=settings.seed, advance=ignore
+    )
+    unit_EK, _ = unit_gradients(gradients, units, np.arange(len(units)), np.ones(len(units)), len(units), curvature)
+    labels_N1 = np.array([example.labels for example in examples])[:, None]
+    expected_NE = labels_N1 * (raw_NK @ unit_EK.float().T).numpy()
+    np.testing.assert_allclose(relevance(built), expected_NE, atol=2**-7 * np.abs(expected_NE).max())
 
 
 def test_rows_without_a_finite_gradient_are_named_and_counted(root, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.forecast import forecast
 from grasp.pipeline.inputs import prepare_inputs
 from grasp.pipeline.model_pass import compute_moments
-from grasp.pipeline.pipeline import Sample, build_artifact, resolve_settings, training_notes
+from grasp.pipeline.pipeline import Sample, build_artifact, curvature_rows, resolve_settings, training_notes
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.progress import Progress
 from grasp.select.export import corpus_settings
@@ -332,6 +332,11 @@ def test_sampled_rows_pass_the_model_twice_unless_the_sample_is_the_corpus(
     assert sample.is_whole == is_whole
     reread_rows = [] if is_kept else sample.row_index
     expected = Counter(units) + Counter(rows) + Counter(rows[i] for i in reread_rows)
+    if train == "further":  # gradients of units need the curvature, which is measured on some rows
+        measured = curvature_rows(BuildSource(ArtifactReader.open(out)).rows, settings.features)
+        expected += Counter(units) + Counter(
+            tuple(np.trim_zeros(measured.ids(i), "b").tolist()) for i in range(len(measured))
+        )
     probe_texts = actual - expected
     assert actual - probe_texts == expected
     # short texts of the loader: one shows where the head is, two which layers have gradients

@@ -45,7 +45,7 @@ def test_kernels_read_the_model_after_the_steps(settings, warmed, tmp_path):
     assert not (warmed / "warm-up").exists()
     assert verify(warmed).ok
     direct = settings | {"model": settings["model"] | {"path": str(warmed / "model")}}
-    other = build(out=tmp_path / "direct", settings=direct, untrained=True).path
+    other = build(out=tmp_path / "direct", settings=direct, recipe=RECIPE, untrained=True).path
     np.testing.assert_array_equal(relevance(warmed), relevance(other))
     plain = build(out=tmp_path / "plain", settings=settings, untrained=True).path
     assert (relevance(warmed) != relevance(plain)).any()
@@ -98,12 +98,12 @@ def test_the_same_command_has_nothing_to_do_and_another_number_of_steps_is_refus
 @pytest.mark.parametrize(
     ("changes", "options", "keyword"),
     [
-        ({"train": "new"}, {}, "--train new"),
+        ({"train": "new"}, {"recipe": None}, "--train new"),
         ({}, {"replay": True}, "--replay"),
         ({}, {"warm_up": 0}, "got 0"),
         ({}, {"recipe": RECIPE | {"lora_r": 2}}, "adapter"),
         ({}, {"recipe": RECIPE | {"max_length": 4}}, "max_length: got 4"),
-        ({}, {"warm_up": None}, "--recipe: no effect"),
+        ({"train": "new"}, {"warm_up": None}, "--recipe: no effect"),
         ({"corpus": {"form": "preference"}}, {}, "preference pairs"),
     ],
 )

@@ -19,7 +19,7 @@ columns of a kernel's result (E units, or S positions of one unit).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
-from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.artifact.manifest import UNITS
@@ -39,14 +38,14 @@ from grasp.errors import ProtocolError
 from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernel_table import REPLAY
-from grasp.kernels.gradient import Gradient, allocate_unit_gradients
-from grasp.kernels.kernel import Batch, kernel_class
+from grasp.kernels.gradient import Gradient
+from grasp.kernels.kernel import Batch, UnitGradients, kernel_class
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
-from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples
+from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples, unit_gradients
 from grasp.pipeline.stored_inputs import load_kernels
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
@@ -207,21 +206,18 @@ class _PreparedUnits:
                 kernel.prepare(units)
         return True
 
-    def _unit_gradients(self, n_positions: int) -> Tensor | None:
-        """Compute the gradient of the loss at each position of the unit, (S, K); None if no kernel needs it."""
+    def _unit_gradients(self, n_positions: int) -> UnitGradients | None:
+        """Return what computes the gradient of the loss at each position of the unit; None if no kernel needs it."""
         sampled = self.model_pass.sampled
         if sampled is None:
             return None
         (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
         examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        gradient_PK = allocate_unit_gradients(n_positions, sampled)
-        for index in sampled.batches(examples):
-            gradient_BK, _ = sampled.compute([examples[int(i)] for i in index])
-            gradient_PK[torch.from_numpy(index)] = gradient_BK.to(gradient_PK.device, gradient_PK.dtype)
-        return gradient_PK
+        index_P = np.arange(n_positions)
+        return partial(unit_gradients, sampled, examples, index_P, np.ones(n_positions), n_positions)
 
-    def _single_positions(self, batch: Batch, gradient_PK: Tensor | None = None) -> Batch:
+    def _single_positions(self, batch: Batch, gradients: UnitGradients | None = None) -> Batch:
         """Return the positions of a row, or unit, as separate rows.
 
         For kernels of summaries, each position has the hidden summary of the whole row, and its share of the residual.
@@ -229,7 +225,7 @@ class _PreparedUnits:
         n_positions = len(batch.row_P)
         index_P = torch.arange(n_positions, device=batch.row_P.device)
         positions = replace(
-            batch.at_positions(index_P, index_P, n_positions), gradient_BK=gradient_PK, loss_B=batch.residual.loss_P
+            batch.at_positions(index_P, index_P, n_positions), unit_gradients=gradients, loss_B=batch.residual.loss_P
         )
         is_averaged_P = np.ones(n_positions)
         if batch.summary_batch is not None:
@@ -248,6 +244,7 @@ class _PreparedUnits:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C)."""
         for kernel in self.kernels:
             if isinstance(kernel, Gradient):
+                assert kernel.sampled is not None
                 # The gradient of a preference pair is that of the chosen side minus that of the rejected side.
                 contribution_LC = np.concatenate(
                     [

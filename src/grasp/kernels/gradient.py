@@ -1,303 +1,385 @@
-r"""The inner product of preconditioned gradients of all layers, on a sample of coordinates.
+r"""The effect of a training of K steps on a row, from gradients and curvature of all layers at the initial weights.
 
-    a_{i,e} = n_i sum_j g_ij g_ej / (v_j + damping mean v),    v_j = E_i g_ij^2
+*Training.* Adam moves along P g, with P = diag(v)^(-1/2) and v the second moment of the gradients of batches. In the
+coordinates y = P^(-1/2) theta, with g~ = P^(1/2) g and H~ = P^(1/2) H P^(1/2), training is the gradient flow
 
-g_i is the gradient of row i's mean loss over its n_i tokens with loss, g_e that of unit e, both at the model before it
-is trained further, and v the second moment over rows. The factor n_i makes the sum of a row's losses count, as in
-training, where the loss of a batch is the mean over its tokens: a row of a hundred tokens changes the model more than a
-row of two. Gradients are not projected: the cosine of a row and a unit is tiny, and the error of a projection to fewer
-than some 10^5 numbers exceeds it. Instead j runs over a sample of the coordinates of each matrix, each weighted by
-1 / (sampled share).
+    dy/dtau = -(g~ + H~ y),    y(0) = 0,    tau from 0 to h = c sum of the learning rates of all steps.
 
-The sample. The gradient of a matrix is a sum over positions of outer products delta_t a_t^T. Its X outputs and its Y
-inputs are each divided at random into n groups, and coordinate (x, y) is sampled if x and y are in groups of the same
-number. The sampled share is 1/n, in n tiles that are small matrix products, and every output and every input is in one
-tile. A coordinate is sampled with probability 1/n, so that sums over the sample, times n, are unbiased. For a single
-position, with u_g and w_g the terms of group g in <delta, delta'> and <a, a'>, the estimate of sum_g u_g sum_h w_h is
-n sum_g u_g w_g: its error is proportional to the product of the standard deviations of u_g and
-w_g, while that of independently sampled coordinates is proportional to their sum.
-Start with `SampledGradients` and `Gradient`.
+A row i that is added to the corpus adds its gradient g_i to the mean; its share of y(h) is -f(H~) g~_i, with
+f(z) = (1 - exp(-h z)) / z: h z^0 for a short training, 1 / z for a long one. The loss of unit e decreases by the inner
+product of that share with the unit's gradient, which has moved as well: from g~_e to g~_e + H~ ybar(h), where
+ybar(h) = -f(H~) gbar~ is the training on the mean row, and the curvature of the unit's loss is taken to be that of the
+corpus. With phi(x) = (1 - exp(-x)) / x and x = h H~,
 
-Shape letters: B rows of a batch, T positions, X outputs, Y inputs, G groups, R and C members of a group, K coordinates
-of the whole sample, E units.
+    a_{i,e} = n_i <g~_i, phi(x) [g~_e - (1 - exp(-x)) gbar~]>
+
+up to the constant h. Gradients are of mean losses over tokens; the factor n_i, the number of tokens with loss, makes
+the sum of a row's losses count, as in training, where the loss of a batch is the mean over its tokens.
+
+*Kronecker factors.* The gradient of a matrix is a sum over positions of delta_t a_t^T. P must be a Kronecker product,
+so v is approximated by r c^T / mean(v), with r and c its means over inputs and outputs (Adafactor, arXiv 1804.04235):
+P^(1/2) = s_l (x) s_r with s_l = (r / sqrt(mean v))^(-1/4), and s_r of c. The curvature is approximated by
+E[delta delta^T] (x) E[a a^T] (K-FAC, arXiv 1503.05671), with labels drawn from the model. In coordinates of y both
+factors are scaled by s, and have eigenvectors Q_l, Q_r, whose eigenvalues multiply to those of H~. Sides wider than
+`WIDEST` and the vocabulary are diagonal; vectors (norms) have phi = 1. Source: SOURCE (arXiv 2405.12186), in Adam's
+geometry. The constant c = `HORIZON` was measured (experiments/finetune): theory says 1.
+
+*Price.* phi(x) differs from 1 where x is large: in few directions. With Q_l and Q_r cut to those where x can
+exceed `NEGLIGIBLE`,
+
+    P^(1/2) phi(x) P^(1/2) G = s_l^2 (G) s_r^2 + s_l Q_l [(phi(x) - 1) (Q_l^T (s_l G s_r) Q_r)] Q_r^T s_r
+
+so that a unit costs two small products of its factors besides its gradient; no rotation of a whole matrix is formed,
+and rows are not rotated at all. Of rows and units a sample of coordinates is used (`grasp.kernels.coordinates`).
+Start with `Curvature` and `Gradient`.
+
+Shape letters: X outputs and Y inputs of a matrix, A and B their eigenvectors, T positions, U examples of a batch,
+E units, K sampled coordinates, G groups, R and C members of a group.
 """
 
-import os
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch import Tensor
 
 from grasp.arrays import F64, I64
-from grasp.errors import ModelError, SettingsError
+from grasp.errors import ModelError
+from grasp.kernels.coordinates import SampledGradients, Tiles, by_member
 from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
-from grasp.models.causal_lm import ReferenceModel
-from grasp.models.forward_pass import Reference
-from grasp.models.gradients import Example, GradientFactors, LayerSet, PerExample, UnsupportedLayerError, layers_of
+from grasp.models.gradients import Block, Example, GradientFactors
 from grasp.seeds import stream
-from grasp.settings import FeatureSettings
 
-COORDINATES = 2_000_000  # of the 106 million of SmolLM2-135M: LDS within .02 of that of all coordinates
-CPU_DIVISOR, GPU_DIVISOR = 8, 2  # of the forward batch size: a backward pass stores the inputs of every layer
-MAX_MEMORY_BYTES = 4 << 30  # of the gradients of units; larger ones are stored in a file, which is slower
+HORIZON = 10.0  # c: 1 in theory; 10 to 30 were best on four trainings of a small model (experiments/finetune)
+CURVATURE_ROWS = 48  # rows that the curvature is measured on: 512 are no better
+DAMPING = 0.01  # added to r and c, in units of their mean: of tokens that these rows lack v is unknown
+NEGLIGIBLE = 0.02  # x below it counts as 0: phi is then at least .99
+WIDEST = 4096  # a wider side is diagonal
 MEAN_NAME = "gradient.side"  # name of the array that `unit_means` returns
 CHUNK_COORDINATES = 1 << 17  # coordinates that are widened and multiplied at once
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The sampled coordinates of one block: member r of group g with member c of the same group."""
+def decay(x: Tensor) -> Tensor:
+    """Return phi(x) = (1 - exp(-x)) / x, which is 1 at x = 0."""
+    return torch.where(x > 0, -torch.expm1(-x) / x.clamp(min=1e-30), 1.0)
 
-    left_GR: Tensor  # int64, outputs; X is padding
-    right_GC: Tensor  # int64, inputs; Y is padding
-    start: int  # position of its first coordinate in the sample
 
-    @property
-    def size(self) -> int:
-        return self.left_GR.numel() * self.right_GC.shape[1]
+# ------------------------------------------------------------------------------------------------------------ curvature
 
-    @property
-    def weight(self) -> float:
-        """Return the weight of a coordinate, 1 / (sampled share)."""
-        return float(len(self.left_GR))
 
-    def sampled_gradient(self, left_BXT: Tensor, right_BYT: Tensor) -> Tensor:
-        """Return the sampled coordinates of each row's gradient, (B, size), given factors laid out by `by_member`.
+class BlockSums:
+    """Sums over rows: the gradient of one block, and the factors of its curvature."""
 
-        The gradient is sum_t delta_t a_t^T. Within a group all pairs of an output and an input are sampled, so the
-        coordinates of the group are one matrix product over positions, and those of all groups a batched one.
+    def __init__(self, block: Block, device: torch.device, dtype: torch.dtype) -> None:
+        zeros = partial(torch.zeros, device=device, dtype=dtype)
+        self.mean_XY = zeros(block.left, block.right)  # gradient of the sum of losses
+        self.is_vector = "vector" in block.kinds
+        is_dense = block.left <= WIDEST and not block.head and "embedding" not in block.kinds
+        # Factors of the curvature, by use: of a matrix product, and of an embedding; a tied head has both.
+        self.left = [zeros((block.left, block.left) if is_dense else (block.left,))]
+        self.right_YY = [zeros(block.right, block.right)]
+        self.n_positions = [0]
+        if "embedding" in block.kinds:
+            self.left.append(zeros(block.left))
+            self.right_YY.append(zeros(block.right, block.right))
+            self.n_positions.append(0)
+
+    def add_gradient(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
+        """Add the gradient of an example with these factors at T positions, `left` (T, X) or tokens (T,)."""
+        if left.ndim == 1:
+            self.mean_XY.index_add_(0, left, right_TY, alpha=n_labels)
+        else:
+            self.mean_XY.addmm_(left.T, right_TY, alpha=n_labels)
+
+    def add_curvature(self, left: Tensor, right_TY: Tensor, n_labels: int) -> None:
+        """Add the same factors of an example with drawn labels to those of the curvature."""
+        if self.is_vector:  # no curvature
+            return
+        use = 1 if left.ndim == 1 else 0
+        # gradients of the sum of losses, not of their mean: those of an embedding are on the right
+        if left.ndim == 1:
+            self.left[1].index_add_(0, left, torch.ones_like(left, dtype=self.left[1].dtype))
+            self.right_YY[1].addmm_(right_TY.T, right_TY, alpha=n_labels**2)
+        else:
+            left_TX = left * n_labels
+            self.left[0] += left_TX.T @ left_TX if self.left[0].ndim == 2 else left_TX.square().sum(dim=0)
+            self.right_YY[0].addmm_(right_TY.T, right_TY)
+        self.n_positions[use] += len(right_TY)
+
+    def curvature(self, n_labels: int) -> tuple[Tensor, Tensor]:
+        """Return the Kronecker factors of the curvature of the mean loss of a token, left (X, X) or (X,), and (Y, Y).
+
+        Inputs are averaged over positions; gradients are summed over them and divided by the number of labels. The sum
+        of two uses is approximated by the product of the sums of their factors, of trace 1 and weighted by the traces
+        of the products, so that the trace of the sum is exact.
         """
-        left_BGRT, right_BGCT = (  # gather the members of a group, so that they are adjacent
-            factor_BXT.index_select(1, member_GR.flatten()).view(len(factor_BXT), *member_GR.shape, -1)
-            for factor_BXT, member_GR in ((left_BXT, self.left_GR), (right_BYT, self.right_GC))
-        )
-        return torch.matmul(left_BGRT, right_BGCT.mT).flatten(1)
-
-
-def by_member(factor_BTX: Tensor) -> Tensor:
-    """Transpose a factor to (B, X + 1, T), and append a row of zeros, to which padding refers."""
-    return F.pad(factor_BTX.mT, (0, 0, 0, 1))
+        sum_left, sum_right_YY, total = torch.zeros_like(self.left[0]), torch.zeros_like(self.right_YY[0]), 0.0
+        for left, right_YY, count in zip(self.left, self.right_YY, self.n_positions, strict=True):
+            traces = float(left.trace() if left.ndim == 2 else left.sum()), float(right_YY.trace())
+            if count and traces[0] > 0 and traces[1] > 0:
+                # one side has inputs (of an embedding the left one, tokens), whose mean is over positions
+                weight = traces[0] * traces[1] / (count * n_labels)
+                sum_left += weight / traces[0] * left
+                sum_right_YY += weight / traces[1] * right_YY
+                total += weight
+        return sum_left, sum_right_YY / (total or 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinateSample:
-    """The sampled coordinates of all blocks, in the order of the blocks."""
+class BlockGeometry:
+    """The optimizer's geometry and the curvature of one block.
 
-    tiles: tuple[Tiles, ...]
-    weight_K: Tensor  # weight of each coordinate, float32
+    Attributes:
+        left_X: s_l, the root of the preconditioner of outputs.
+        right_Y: s_r, of inputs.
+        left_XA: eigenvectors Q_l of the left factor of the curvature; None: it is diagonal, and A is X.
+        right_YB: eigenvectors Q_r of the right factor, of which B may be 0.
+        left_value_A: eigenvalues.
+        right_value_B: eigenvalues.
+        mean_AB: Q_l^T s_l (gradient of the mean loss over the corpus) s_r Q_r.
+    """
+
+    left_X: Tensor
+    right_Y: Tensor
+    left_XA: Tensor | None
+    right_YB: Tensor
+    left_value_A: Tensor
+    right_value_B: Tensor
+    mean_AB: Tensor
 
     @classmethod
-    def draw(cls, layers: LayerSet, count: int, seed: int, device: torch.device) -> Self:
-        """Sample about `count` coordinates: the same share of every matrix, and all of vectors (norms, biases).
-
-        The sample depends only on the seed and on name and shape of each block.
-        """
-        tiles, start = [], 0
-        matrix_size = sum(block.size for block in layers.blocks if block.left > 1)
-        vector_size = layers.size - matrix_size
-        n_groups = max(1, round(matrix_size / max(1, count - vector_size)))  # the sampled share is 1 / n_groups
-        for block in layers.blocks:
-            block_groups = max(1, min(n_groups, block.left, block.right))
-            sides = []
-            for width, side in ((block.left, "outputs"), (block.right, "inputs")):
-                # Groups have equal sizes, and padding (number `width`) is shuffled too, so that an output and an input
-                # are in the same group with probability exactly 1 / G.
-                padded_width = -(-width // block_groups) * block_groups  # rounded up to a multiple
-                member = np.append(np.arange(width), np.full(padded_width - width, width))
-                if block_groups > 1:
-                    member = stream(seed, "gradient", block.name, side).permutation(member)
-                sides.append(torch.from_numpy(member.reshape(block_groups, -1)).to(device))
-            tiles.append(Tiles(sides[0], sides[1], start))
-            start += tiles[-1].size
-        weight_K = torch.cat([torch.full((tile.size,), tile.weight) for tile in tiles])
-        return cls(tuple(tiles), weight_K.to(device))
-
-    @property
-    def size(self) -> int:
-        return len(self.weight_K)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledGradients:
-    """Compute sampled coordinates of the gradients of rows or units, in batches of similar lengths."""
-
-    engine: PerExample
-    sample: CoordinateSample
-    batch_tokens: int
-    skipped_layers: tuple[str, ...] = ()  # layers without per-example gradients
-
-    @classmethod
-    def choose(cls, model: Reference, settings: FeatureSettings) -> Self:
-        """Choose layers and coordinates; two short rows are passed through the model.
-
-        The layers are those of the body that are not frozen. Embeddings and head are covered by the kernels `embedding`
-        and `output_layer`, and would dominate the sample of a small model. Layers without per-example gradients are
-        detected one by one.
-        """
-        if not isinstance(model, ReferenceModel):
-            raise ModelError("features.kernels: got gradient, which needs a causal LM")
-        root = model.model
-        embeddings = [module for module in root.modules() if isinstance(module, nn.Embedding)]
-        excluded = {id(parameter) for module in (*embeddings, model.head.linear) for parameter in module.parameters()}
-        # `named_parameters` lists a parameter that several modules share once, under its first name.
-        name_of = {id(parameter): name for name, parameter in root.named_parameters()}
-        trained = {name for key, name in name_of.items() if key not in excluded} - set(model.frozen)
-        engine: PerExample | None = None
-        skipped_layers: list[str] = []
-        while trained and engine is None:
-            try:
-                engine = PerExample(model, layers_of(model, trained))
-            except UnsupportedLayerError as err:
-                skipped_layers += err.layers
-                n_before, prefixes = len(trained), tuple(f"{layer}." for layer in err.layers)
-                for name, parameter in root.named_parameters(remove_duplicate=False):
-                    if f"{name}.".startswith(prefixes):
-                        trained.discard(name_of[id(parameter)])
-                if len(trained) == n_before:  # nothing was removed, so that another attempt would fail again
-                    raise
-        if engine is None:
-            raise ModelError(
-                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(skipped_layers[:3])}); use "
-                "--rule forward"
-            )
-        requested, n_parameters = settings.gradient_coordinates, engine.layers.size
-        if isinstance(requested, int) and requested > n_parameters:
-            raise SettingsError(
-                f"features.gradient_coordinates: got {requested:,}, its layers have {n_parameters:,}; use all"
-            )
-        default_count = n_parameters if model.frozen else COORDINATES  # an adapter is small, so all of it is used
-        count = min(
-            default_count if requested is None else n_parameters if requested == "all" else requested, n_parameters
-        )
-        sample = CoordinateSample.draw(engine.layers, count, settings.seed, model.device)
-        divisor = CPU_DIVISOR if model.device.type == "cpu" else GPU_DIVISOR
-        return cls(engine, sample, max(1, model.batch_tokens // divisor), tuple(skipped_layers))
-
-    def describe(self) -> str:
-        """Describe the sample in one line."""
-        layers = self.engine.layers
-        summary = (
-            f"gradients of {self.sample.size:,} of {layers.size:,} parameters in {len(layers.blocks)} layers of the "
-            "body, without embeddings and output layer"
-        )
-        if self.engine.model.frozen:
-            summary += ", without frozen ones"
-        if self.skipped_layers:
-            named = ", ".join(self.skipped_layers[:3])
-            summary += f"; skipped layers without per-example gradients: {named} ({len(self.skipped_layers)} in total)"
-        return summary
-
-    def batches(self, examples: Sequence[Example]) -> list[I64]:
-        """Return the indices of the examples of each batch."""
-        return self.engine.batches(examples, self.batch_tokens)
-
-    def compute(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-        """Return the coordinates of each example's gradient, (B, K), and the inputs of the head, (B, L, H)."""
-        model = self.engine.model
-        gradient_BK = torch.zeros(len(examples), self.sample.size, dtype=self.engine.work, device=model.device)
-        # The input of the last layer and its transpose: the projections q, k and v share theirs, transposed once.
-        cached_input: tuple[Tensor, Tensor] | None = None
-
-        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
-            nonlocal cached_input
-            if cached_input is None or cached_input[0] is not factors.right:
-                cached_input = factors.right, by_member(factors.right)
-            tile = self.sample.tiles[number]
-            gradient_BK[rows, tile.start : tile.start + tile.size] += tile.sampled_gradient(
-                by_member(factors.left), cached_input[1]
-            )
-
-        result = self.engine.run(examples, consume)
-        return gradient_BK, result.hidden_BLH
-
-    def by_position(self, example: Example, unit_EK: Tensor) -> F64:
-        """Return the contribution of each position to the relevance to E units, (L, E); the sum over L is a_ie / n_i.
+    def of(cls, sums: BlockSums, n_labels: int, roots: tuple[Tensor, Tensor], horizon: float) -> Self:
+        """Return the geometry of a block.
 
         Args:
-            example: the row.
-            unit_EK: preconditioned coordinates of the units.
+            sums: sums over rows with `n_labels` tokens with loss.
+            roots: s_l and s_r, see `preconditioner_roots`.
+            horizon: h.
         """
-        product_LE = torch.zeros(
-            len(example.input_ids), len(unit_EK), dtype=self.engine.work, device=self.engine.model.device
-        )
+        mean_XY = sums.mean_XY / n_labels
+        left_X, right_Y = (root.to(mean_XY.dtype) for root in roots)
+        left, right_YY = sums.curvature(n_labels)
+        right_value, right_vector = torch.linalg.eigh(right_Y[:, None] * right_YY * right_Y)
+        left_vector = None
+        if left.ndim == 2:
+            left_value, left_vector = torch.linalg.eigh(left_X[:, None] * left * left_X)
+        else:
+            left_value = left * left_X.square()
+        left_value, right_value = left_value.clamp(min=0), right_value.clamp(min=0)
+        # cut to directions in which x = h (product of eigenvalues) can exceed NEGLIGIBLE
+        chosen_B = horizon * left_value.max() * right_value > NEGLIGIBLE
+        right_value, right_vector = right_value[chosen_B], right_vector[:, chosen_B]
+        if left_vector is not None:
+            chosen_A = horizon * left_value * (right_value.max() if len(right_value) else 0.0) > NEGLIGIBLE
+            left_value, left_vector = left_value[chosen_A], left_vector[:, chosen_A]
+        mean_XB = (mean_XY * left_X[:, None] * right_Y) @ right_vector
+        mean_AB = mean_XB if left_vector is None else left_vector.T @ mean_XB
+        return cls(left_X, right_Y, left_vector, right_vector, left_value, right_value, mean_AB)
 
-        def consume(number: int, factors: GradientFactors, rows: slice) -> None:
-            tile = self.sample.tiles[number]
-            unit_columns = unit_EK[:, tile.start : tile.start + tile.size].to(product_LE.device, product_LE.dtype)
-            product_LE[rows] += (
-                tile.sampled_gradient(by_member(factors.left), by_member(factors.right)) @ unit_columns.T
-            )
+    def exponent(self, horizon: float) -> Tensor:
+        """Return x = h (product of eigenvalues), (A, B)."""
+        return horizon * self.left_value_A[:, None] * self.right_value_B
 
-        self.engine.run([example], consume, by_position=True)
-        return np.asarray(product_LE.double().cpu().numpy())
+    def sampled(self, factors: GradientFactors, tile: Tiles, horizon: float) -> Tensor:
+        """Return the sampled coordinates of P^(1/2) phi(x) P^(1/2) G for the gradients G of examples, (U, size)."""
+        left_square_X, right_square_Y = self.left_X.square(), self.right_Y.square()
+        basis_YB = self.right_YB * self.right_Y[:, None]
+        if factors.one_hot:  # a token is a direction of its own, so that only right factors change
+            token_UT = factors.left
+            right_UTY = factors.right * right_square_Y
+            change_UTB = decay(horizon * self.left_value_A[token_UT][..., None] * self.right_value_B) - 1.0
+            right_UTY = right_UTY + (change_UTB * (factors.right @ basis_YB)) @ basis_YB.T
+            return tile.sampled_embedding(token_UT, right_UTY * left_square_X[token_UT][..., None])
+        left, right = factors.left, factors.right
+        plain_UK = tile.sampled_gradient(by_member(left * left_square_X), by_member(right * right_square_Y))
+        if not basis_YB.shape[1]:
+            return plain_UK
+        left = left * self.left_X
+        if self.left_XA is not None:
+            left = left @ self.left_XA
+        change_AB = decay(self.exponent(horizon)) - 1.0
+        return plain_UK + self.from_basis(change_AB * (left.mT @ (right @ basis_YB)), tile)
+
+    def from_basis(self, value_UAB: Tensor, tile: Tiles) -> Tensor:
+        """Return the sampled coordinates of s_l Q_l (value) Q_r^T s_r, (U, size)."""
+        right_GCB = _padded(self.right_YB * self.right_Y[:, None])[tile.right_GC]
+        if self.left_XA is None:
+            scaled_UXB = value_UAB * self.left_X[:, None]
+            row_UGRB = torch.cat([scaled_UXB, scaled_UXB.new_zeros(len(scaled_UXB), 1, scaled_UXB.shape[2])], dim=1)
+            row_UGRB = row_UGRB[:, tile.left_GR]
+        else:
+            left_GRA = _padded(self.left_XA * self.left_X[:, None])[tile.left_GR]
+            row_UGRB = left_GRA @ value_UAB[:, None]
+        return (row_UGRB @ right_GCB.mT).flatten(1)
 
 
-class GradientSquares(Moments):
-    """Second moments of the sampled coordinates of gradients, over rows whose gradient is finite; float64."""
+def _padded(matrix_XA: Tensor) -> Tensor:
+    """Append a row of zeros, to which the padding of tiles refers."""
+    return torch.cat([matrix_XA, matrix_XA.new_zeros(1, matrix_XA.shape[1])])
+
+
+def preconditioner_roots(v_K: Tensor, tile: Tiles, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """Return s_l (X,) and s_r (Y,) of a block from v at its sampled coordinates, float64.
+
+    P^(1/2) = s_l (x) s_r is (r c^T / mean v)^(-1/4), with r and c the means of v over inputs and outputs, which are
+    estimated by those over the sampled coordinates of an output or an input; `DAMPING` is added to them.
+
+    Args:
+        v_K: second moments of batch gradients at the coordinates of the tile.
+        tile: the sampled coordinates of the block.
+        left: number of outputs X.
+        right: number of inputs Y.
+    """
+    v_GRC = v_K.view(*tile.left_GR.shape, -1)
+    roots = []
+    for member_GN, sum_GN, count_GN, width in (
+        (tile.left_GR, v_GRC.sum(dim=2), (tile.right_GC < right).sum(dim=1), left),
+        (tile.right_GC, v_GRC.sum(dim=1), (tile.left_GR < left).sum(dim=1), right),
+    ):
+        mean_GN = sum_GN / count_GN.clamp(min=1)[:, None]
+        mean_N = mean_GN.new_zeros(width + 1).scatter_(0, member_GN.flatten(), mean_GN.flatten())[:width]
+        mean = mean_N.mean()
+        root_N = ((mean_N + DAMPING * mean) / mean.sqrt()) ** -0.25 if mean > 0 else torch.ones_like(mean_N)
+        roots.append(root_N)
+    return roots[0], roots[1]
+
+
+class Curvature(Moments):
+    """The geometry of all blocks: moments of the sampled coordinates over rows, and then one more pass over a few.
+
+    Attributes:
+        horizon: h.
+        blocks: the geometry of each block, from `measure`.
+    """
 
     of_rows = True
 
     def __init__(self, corpus: CorpusMoments) -> None:
-        self.count = 0
-        self._square_K: F64 | None = None
-        self._loaded: F64 | None = None
+        self.horizon = 0.0
+        self.blocks: list[BlockGeometry] = []
+        self._count = 0  # rows whose gradient is finite; the sums are over them, float64
+        self._sum_K: Tensor | float = 0.0
+        self._square_K: Tensor | float = 0.0
 
     def observe(self, batch: Batch) -> None:
         assert batch.gradient_BK is not None
-        finite_BK = batch.gradient_BK[batch.gradient_BK.isfinite().all(dim=1)]
-        self._add(len(finite_BK), finite_BK.double().square().sum(dim=0).cpu().numpy())
+        finite_BK = batch.gradient_BK[batch.gradient_BK.isfinite().all(dim=1)].double().cpu()
+        self._add(len(finite_BK), finite_BK.sum(dim=0), finite_BK.square().sum(dim=0))
 
     def merge(self, other: Self) -> None:
-        if other._square_K is not None:
-            self._add(other.count, other._square_K)
+        self._add(other._count, other._sum_K, other._square_K)
 
-    def _add(self, count: int, square_K: F64) -> None:
-        self.count += count
-        self._square_K = square_K if self._square_K is None else self._square_K + square_K
+    def _add(self, count: int, sum_K: Tensor | float, square_K: Tensor | float) -> None:
+        self._count, self._sum_K, self._square_K = self._count + count, self._sum_K + sum_K, self._square_K + square_K
 
-    @property
-    def value(self) -> F64:
-        """Return v, (K,), rounded to float32, in which it is stored, so that a resumed build has the same digits.
-
-        Raises:
-            ModelError: no row has a finite gradient.
-        """
-        if self._loaded is not None:
-            return self._loaded
-        if self._square_K is None or not self.count:
+    def batch_second_moment(self, batch_rows: int) -> Tensor:
+        """Return v, (K,): the second moment of gradients of batches of independent rows, mean^2 + variance / batch."""
+        if not self._count:
             raise ModelError(
                 "no row of the sample has a finite gradient; use --dtype bfloat16 or float32, or --rule forward"
             )
-        return (self._square_K / self.count).astype(np.float32).astype(np.float64)
+        mean_K, square_K = torch.as_tensor(self._sum_K) / self._count, torch.as_tensor(self._square_K) / self._count
+        return square_K / batch_rows + mean_K.square() * (1.0 - 1.0 / batch_rows)
+
+    def measure(
+        self,
+        gradients: SampledGradients,
+        rows: Sequence[Example],
+        *,
+        learning: float,
+        batch_rows: int,
+        seed: int,
+        advance: Callable[[int, int], None],
+    ) -> None:
+        """Run the model on rows of the corpus, and compute geometry and curvature.
+
+        Labels of the curvature are drawn from the model. With those of the corpus the gradient at a token that many
+        later ones attend to would be a sum of terms of one sign, and the curvature there a hundred times too large.
+
+        Args:
+            gradients: engine and layers.
+            rows: rows, as examples.
+            learning: sum of the learning rates of all steps.
+            batch_rows: rows of a step.
+            seed: seed of the drawn labels.
+            advance: receives numbers of rows and tokens.
+        Raises:
+            ModelError: no row that was observed has a finite gradient.
+        """
+        engine, self.horizon = gradients.engine, HORIZON * learning
+        blocks = engine.layers.blocks
+        sums = [BlockSums(block, engine.model.device, engine.work) for block in blocks]
+        for index in gradients.batches(rows):
+            examples = [rows[int(i)] for i in index]
+
+            uniforms = [
+                stream(seed, "curvature", "labels", int(i)).random(example.labels)
+                for i, example in zip(index, examples, strict=True)
+            ]
+
+            def add(
+                add_to: Callable[[BlockSums, Tensor, Tensor, int], None],
+                number: int,
+                factors: GradientFactors,
+                part: slice,
+                examples: list[Example] = examples,
+            ) -> None:
+                # uses of the head have the positions with labels, others all positions of the padded batch
+                of_head = not factors.one_hot and factors.left.shape[2] == engine.model.vocab_size
+                for k, example in enumerate(examples[part]):
+                    size = example.labels if of_head else min(factors.right.shape[1], len(example.input_ids))
+                    add_to(sums[number], factors.left[k, :size], factors.right[k, :size], example.labels)
+
+            engine.run(examples, partial(add, BlockSums.add_gradient))
+            engine.run(examples, partial(add, BlockSums.add_curvature), "sampled", uniforms)
+            advance(len(examples), sum(len(example.input_ids) for example in examples))
+        n_labels, v_K = sum(example.labels for example in rows), self.batch_second_moment(batch_rows)
+        self.blocks = []
+        for block, tile in zip(blocks, gradients.sample.tiles, strict=True):
+            roots = preconditioner_roots(v_K[tile.columns].to(engine.model.device), tile, block.left, block.right)
+            self.blocks.append(BlockGeometry.of(sums.pop(0), n_labels, roots, self.horizon))
+
+    def precondition(self, gradients: SampledGradients, number: int, factors: GradientFactors) -> Tensor:
+        """Return the sampled coordinates of P^(1/2) phi(x) P^(1/2) G of a block, (U, size)."""
+        return self.blocks[number].sampled(factors, gradients.sample.tiles[number], self.horizon)
+
+    def decayed_mean(self, gradients: SampledGradients) -> Tensor:
+        """Return the sampled coordinates of P^(1/2) phi(x) (1 - exp(-x)) P^(1/2) gbar, (K,)."""
+        mean_K = gradients.zeros(1)[0]
+        for block, tile in zip(self.blocks, gradients.sample.tiles, strict=True):
+            if len(block.right_value_B):
+                x_AB = block.exponent(self.horizon)
+                mean_K[tile.columns] = block.from_basis(
+                    (-decay(x_AB) * torch.expm1(-x_AB) * block.mean_AB)[None], tile
+                )[0]
+        return mean_K
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return {"gradient.square": self.value.astype(np.float32)}
+        arrays: dict[str, NDArray[Any]] = {"curvature.horizon": np.array([self.horizon])}
+        for number, block in enumerate(self.blocks):
+            for name in BlockGeometry.__slots__:
+                if (value := getattr(block, name)) is not None:
+                    arrays[f"curvature.{number}.{name}"] = value.cpu().numpy()
+        return arrays
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._loaded = np.asarray(arrays["gradient.square"], dtype=np.float64)
+        self.horizon, self.blocks = float(arrays["curvature.horizon"][0]), []
+        while f"curvature.{len(self.blocks)}.left_X" in arrays:
+            prefix = f"curvature.{len(self.blocks)}."
+            parts: dict[str, Any] = {
+                name: torch.from_numpy(arrays[prefix + name])
+                for name in BlockGeometry.__slots__
+                if prefix + name in arrays
+            }
+            self.blocks.append(BlockGeometry(**({"left_XA": None} | parts)))
 
 
-def gradient_preconditioner(square_K: F64, weight_K: F64, damping: float) -> F64:
-    """Return the preconditioner, (K,): n / (v + damping mean v), with n the weight of a coordinate.
-
-    The weights make the mean of v over the sample an estimate of its mean over all parameters. A coordinate whose
-    gradients are all 0 has v = 0, and the damping keeps its factor finite.
-
-    Args:
-        square_K: second moments v of the sampled coordinates.
-        weight_K: weights n, 1 / (sampled share).
-        damping: relative to the mean of v; without a unit.
-    """
-    mean = float((square_K * weight_K).sum() / weight_K.sum())
-    return weight_K / (square_K + damping * mean) if mean > 0 else weight_K
+# --------------------------------------------------------------------------------------------------------------- kernel
 
 
 class Gradient(Kernel):
@@ -309,27 +391,16 @@ class Gradient(Kernel):
 
     name = "gradient"
     needs = "backward"
-    moment_types = (GradientSquares,)
+    moment_types = (Curvature,)
 
     def prepare(self, units: Batch) -> None:
-        """Precondition the units' coordinates in place, since a copy would double the memory."""
-        assert units.gradient_BK is not None
-        assert units.sampled is not None
-        self.sampled, self.unit_EK = units.sampled, units.gradient_BK
-        square_K, sample = self.moments(GradientSquares).value, self.sampled.sample
-        assert len(square_K) == sample.size
-        precondition_K = gradient_preconditioner(
-            square_K, sample.weight_K.double().cpu().numpy(), self.settings.gradient_damping
-        )
-        work = self.sampled.engine.work
-        factor_K = torch.from_numpy(precondition_K).to(self.model.device, work)
-        self._self_relevance_E = np.zeros(units.n_rows)
-        for e in range(units.n_rows):
-            gradient_K = self.unit_EK[e].to(factor_K.device, work)
-            unit_K = gradient_K * factor_K
-            self._self_relevance_E[e] = float(gradient_K.double() @ unit_K.double())
-            rounded_K = unit_K if work == torch.float64 else unit_K.bfloat16()
-            self.unit_EK[e] = rounded_K.to(self.unit_EK.device, self.unit_EK.dtype)
+        if units.gradient_BK is not None:  # prepared elsewhere
+            self.unit_EK, self._self_relevance_E = units.gradient_BK, torch.ones(units.n_rows)
+            self.sampled = units.sampled
+            return
+        assert units.unit_gradients is not None
+        self.sampled = units.sampled
+        self.unit_EK, self._self_relevance_E = units.unit_gradients(self.moments(Curvature))
 
     def unit_means(self, columns_E: I64) -> dict[str, NDArray[Any]]:
         """Return the mean of the preconditioned coordinates of some units, (K,), in bfloat16 as unsigned 16-bit."""
@@ -338,7 +409,7 @@ class Gradient(Kernel):
             unit_K += self.unit_EK[e].float().cpu()
         return {MEAN_NAME: (unit_K / len(columns_E)).bfloat16().view(torch.uint16).numpy()}
 
-    def prepare_mean(self, sampled: "SampledGradients", arrays: Mapping[str, NDArray[Any]]) -> None:
+    def prepare_mean(self, sampled: SampledGradients, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Use the mean of units that `unit_means` returned as the only unit; replaces `prepare`."""
         self.sampled = sampled
         self.unit_EK = torch.from_numpy(arrays[MEAN_NAME]).view(torch.bfloat16)[None].to(self.model.device)
@@ -346,7 +417,7 @@ class Gradient(Kernel):
     def score(self, batch: Batch) -> Tensor:
         """Return the relevance of rows, (B, E); a row without a finite gradient gets 0 for every unit."""
         assert batch.gradient_BK is not None
-        work, device = self.sampled.engine.work, self.model.device
+        work, device = batch.gradient_BK.dtype, self.model.device
         product_BE = torch.zeros(batch.n_rows, len(self.unit_EK), dtype=work, device=device)
         # Widen a chunk of coordinates at a time: sums in bfloat16 lose digits, and a full copy doubles the memory.
         for start in range(0, batch.gradient_BK.shape[1], CHUNK_COORDINATES):
@@ -360,36 +431,5 @@ class Gradient(Kernel):
         return torch.where(finite_B1, product_BE, 0.0).float()
 
     def self_relevance(self, units: Batch) -> F64:
-        return self._self_relevance_E * TYPICAL_ROW_TOKENS  # n_i of a typical row, in place of that of a unit
-
-
-def allocate_unit_gradients(n_units: int, gradients: SampledGradients) -> Tensor:
-    """Allocate the units' gradients, (n_units, K), in memory, or in an unlinked memory-mapped temporary file.
-
-    In memory they have the dtype of the rows' gradients if they fit, so that they need not be converted per batch.
-
-    Args:
-        n_units: number of units.
-        gradients: the sample of coordinates, and the device.
-    Raises:
-        SettingsError: neither memory nor the directory of temporary files has enough space.
-    """
-    shape, work = (n_units, gradients.sample.size), gradients.engine.work
-    stored, device = work if work == torch.float64 else torch.bfloat16, gradients.engine.model.device
-    count = n_units * gradients.sample.size
-    for dtype in (work, stored) if device.type == "cpu" else (stored,):
-        if count * dtype.itemsize <= MAX_MEMORY_BYTES:
-            return torch.empty(shape, dtype=dtype, device=device)
-    size, free = count * stored.itemsize, shutil.disk_usage(tempfile.gettempdir()).free
-    if size > free:
-        raise SettingsError(
-            f"features.gradient_coordinates: {n_units:,} units at {gradients.sample.size:,} coordinates need "
-            f"{size / 2**30:.1f} GiB, {tempfile.gettempdir()} has {free / 2**30:.1f} free; use fewer coordinates or "
-            "units, or set TMPDIR"
-        )
-    handle, name = tempfile.mkstemp(prefix="grasp-gradients-")
-    try:
-        return torch.from_file(name, shared=True, size=count, dtype=stored).view(shape)
-    finally:
-        os.close(handle)
-        os.unlink(name)  # the mapping keeps the data until the process ends
+        # n_i of a typical row, in place of that of a unit
+        return np.asarray(self._self_relevance_E.numpy() * TYPICAL_ROW_TOKENS, dtype=np.float64)

@@ -16,7 +16,7 @@ Shape letters: B rows of a batch, P positions, E units, C columns of a kernel, H
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -35,13 +35,18 @@ from grasp.models.residuals import PooledFeatures, SparseResidual, hidden_gradie
 from grasp.settings import FeatureSettings
 
 if TYPE_CHECKING:
-    from grasp.kernels.gradient import SampledGradients
+    from grasp.kernels.coordinates import SampledGradients
+    from grasp.kernels.gradient import Curvature
 
 Needs = Literal["forward", "backward"]
 GRADIENTS = "inner product of preconditioned gradients; unitless"
 SIGN = "positive: training on the row should lower the unit's loss"
 UNITS_PER_BLOCK = 64  # units that `self_relevance` scores at once
 TYPICAL_ROW_TOKENS = 256.0  # assumed by kernels that sum over the tokens of a row, but average over those of a unit
+
+
+# Preconditioned coordinates of units, (E, K), and the relevance of each to itself, (E,).
+UnitGradients = Callable[["Curvature"], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,11 @@ class Batch:
         loss_B: mean loss of each row, nats per token.
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
         summary_batch: the positions over which summaries are averaged; None: all.
-        gradient_BK: sampled coordinates of the gradient of each row's mean loss; None without a backward pass.
+        gradient_BK: sampled coordinates of the gradient of each row's mean loss; of units those that are preconditioned
+            already; None without a backward pass.
         weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
         sampled: layers and coordinates of `gradient_BK`.
+        unit_gradients: of units, the function that computes their gradients in a geometry.
     """
 
     hidden_PH: Tensor
@@ -72,6 +79,7 @@ class Batch:
     summary_batch: "Batch | None" = None
     gradient_BK: Tensor | None = None
     sampled: "SampledGradients | None" = None
+    unit_gradients: "UnitGradients | None" = None
     weight_P: Tensor | None = None
 
     @cached_property
@@ -145,9 +153,9 @@ class Batch:
             weight_P=weight_P,
         )
 
-    def to(self, device: torch.device | str, *, copy: bool = False) -> Self:
-        """Move to a device; with `copy`, gradients are copied even if they are there already."""
-        residual, gradient_BK = self.residual, self.gradient_BK
+    def to(self, device: torch.device | str) -> Self:
+        """Move to a device, all but `gradient_BK`, which kernels move by chunks."""
+        residual = self.residual
         truncated_P = None if residual.truncated_P is None else residual.truncated_P.to(device)
         return replace(
             self,
@@ -160,7 +168,6 @@ class Batch:
             loss_B=self.loss_B.to(device),
             summary_batch=None if self.summary_batch is None else self.summary_batch.to(device),
             weight_P=None if self.weight_P is None else self.weight_P.to(device),
-            gradient_BK=gradient_BK.to(device, copy=True) if copy and gradient_BK is not None else gradient_BK,
         )
 
     def select_rows(self, index_B: NDArray[np.int64]) -> Self:

@@ -296,7 +296,7 @@ class PerExample:
             uniforms: for `sampled`, one number in [0, 1) per label of each example, from which the label is drawn by
                 inverse transform sampling, so that it does not depend on the rest of the batch.
             by_position: for a single example, treat every position as an example; the gradients of all positions sum to
-                that of the example. Not for the head.
+                that of the example.
         Raises:
             ModelError: the loss of an example is not finite.
         """
@@ -328,7 +328,15 @@ class PerExample:
                 inputs["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
             hidden_BLH = self.model.run_body(ids_BL, **inputs)
             loss_B, miss_probability_B, grad_BLH = self._through_head(
-                hidden_BLH.detach(), position_BS, label_BS, is_label_BS, scale_B, output, uniform_BS, consume
+                hidden_BLH.detach(),
+                position_BS,
+                label_BS,
+                is_label_BS,
+                scale_B,
+                output,
+                uniform_BS,
+                consume,
+                by_position=by_position,
             )
             if hidden_BLH.requires_grad:
                 torch.autograd.backward(hidden_BLH, grad_BLH)
@@ -344,6 +352,8 @@ class PerExample:
         output: Output,
         uniform_BS: Tensor | None,
         consume: Consumer,
+        *,
+        by_position: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean losses, means of 1 - p of the label, and the gradient with respect to hidden states.
 
@@ -388,7 +398,12 @@ class PerExample:
                 grad_BLH[rows].scatter_add_(1, index, grad_hidden_BSH.to(grad_BLH.dtype))
             for number in self._head_blocks:
                 right = _with_ones(hidden_BSH.to(self.work), self.layers.blocks[number])
-                consume(number, GradientFactors(value_BSV, right), rows)
+                if not by_position:
+                    consume(number, GradientFactors(value_BSV, right), rows)
+                    continue
+                for s, position in enumerate(position_BS[0].tolist()):  # positions of the only example become examples
+                    at_position = GradientFactors(value_BSV[:, s : s + 1], right[:, s : s + 1])
+                    consume(number, at_position, slice(position, position + 1))
         loss_B = torch.cat(losses)
         invalid = (~loss_B.isfinite()).nonzero()[:, 0]
         if len(invalid):

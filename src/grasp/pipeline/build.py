@@ -103,8 +103,9 @@ def build(
             with the predicted one.
         warm_up: train the model for N steps on random rows first, and build from the result; a dozen steps can make
             predictions of fine-tuning on chats more accurate.
-        recipe: settings of the training that --replay differentiates or --warm-up begins: a YAML or JSON file with
-            the names of TrainingArguments, SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192
+        recipe: settings of the training that is predicted, which --replay differentiates and --warm-up begins; how long
+            it is also matters to gradients (--train further). A YAML or JSON file with the names of TrainingArguments,
+            SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192
             steps; for a new model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
         resume: resume an interrupted build, with its settings.

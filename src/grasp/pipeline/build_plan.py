@@ -84,7 +84,7 @@ class BuildPlan:
         settings: settings of the build, with the training and the kernels decided.
         in_memory: inputs that are passed as objects.
         trains_proxy: the model does not exist yet: `train_proxy` trains it.
-        recipe: training that a replay differentiates or a warm-up begins. None: the default.
+        recipe: training that is predicted: its length, the replay, and the warm-up. None: the default.
         replay: settings of the replay. None: the targets are not replayed.
     """
 
@@ -159,7 +159,7 @@ def plan_build(
         tokenizer: of the model.
         corpus: path or table.
         targets: names or units.
-        recipe: training of the replay or the warm-up.
+        recipe: training that is predicted.
         replay: whether the targets are replayed.
         warm_up: whether the model is trained a few steps first.
         resume: `nested` overrides the settings of an unfinished build.
@@ -171,12 +171,11 @@ def plan_build(
         problem = "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
     elif raw_replay and not replay:
         problem = f"replay.{next(iter(raw_replay))}: no effect without --replay; add it"
-    elif recipe is not None and not (replay or warm_up):
-        problem = "--recipe: no effect without --replay or --warm-up; add it"
     if problem:
         raise SettingsError(problem)
     replay_settings = validated(ReplaySettings, raw_replay, "replay") if replay else None
-    parsed_recipe = read_recipe(recipe)
+    if (given := read_recipe(recipe)) is not None:
+        nested["recipe"] = given.model_dump(mode="json")
     if isinstance(model, tuple | list):
         if len(model) != 2 or tokenizer is not None:
             raise SettingsError(f"model: got {len(model)} items, expected a model and its tokenizer")
@@ -219,6 +218,11 @@ def plan_build(
     settings = resolve_settings(settings, in_memory.model)
     if replay_settings is not None:
         refuse_replay(settings, replay_settings)
+    recorded = None if settings.recipe is None else validated(FineTuningRecipe, settings.recipe, "recipe")
+    if recorded is not None and not (replay or "gradient" in settings.features.kernels):
+        raise SettingsError(
+            "--recipe: no effect with --train new without --replay, nor without the gradient kernel; omit it"
+        )
     problem = ""
     if output.url is not None or in_memory.model is not None or in_memory.source is not None:
         problem = "needs paths of model and corpus, and a local --out; save objects first"
@@ -226,7 +230,8 @@ def plan_build(
         problem = "has no effect with --train new, where the model is not trained further; omit it"
     if warm_up and problem:
         raise SettingsError(f"--warm-up: {problem}")
-    return BuildPlan(settings, in_memory, trains_proxy, parsed_recipe, replay_settings)
+    # the notes of a translated recipe are not recorded
+    return BuildPlan(settings, in_memory, trains_proxy, given or recorded, replay_settings)
 
 
 def open_objects(

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from grasp.corpus.row_store import TokenRows
+from grasp.kernels.gradient import Gradient
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
 from grasp.models.build_source import load_reference
 from grasp.pipeline.model_pass import ModelPass, Workers
@@ -68,8 +69,7 @@ class RayWorkers(Workers):
     def __init__(self, cluster: Cluster, settings: BuildSettings, units: Batch) -> None:
         self._cluster = cluster
         self._actors = cluster.actors(ModelActor, os.getcwd(), settings.model, settings.features)
-        # copied before the kernels prepare, which overwrites the coordinates
-        self._units = replace(units.to("cpu", copy=True), head=None, sampled=None)
+        self._units = replace(units.to("cpu"), head=None, sampled=None, unit_gradients=None)
 
     def run(
         self,
@@ -82,7 +82,9 @@ class RayWorkers(Workers):
     ) -> Iterator[tuple[int, Any]]:
         """See `Workers.run`. With `in_order`, chunks are numbered from 0, and a few early results are buffered."""
         if options.get("kernels") is not None:
-            options["kernels"] = self._units, options["kernels"][0].corpus.arrays()
+            coordinates = [kernel.unit_EK.cpu() for kernel in options["kernels"] if isinstance(kernel, Gradient)]
+            units = replace(self._units, gradient_BK=coordinates[0] if coordinates else None)
+            options["kernels"] = units, options["kernels"][0].corpus.arrays()
         options_ref = self._cluster.put(options)
         early_results: dict[int, Any] = {}
         next_chunk, max_early = 0, JOBS_PER_WORKER * len(self._actors)

@@ -19,6 +19,7 @@ from grasp.corpus.documents import read_documents
 from grasp.corpus.row_store import TokenRows
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError
+from grasp.kernels.gradient import CURVATURE_ROWS
 from grasp.kernels.kernel import CorpusMoments, counts_rows, kernel_class, make_kernels
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -28,7 +29,7 @@ from grasp.pipeline.add_replay import forecast_added_replay
 from grasp.pipeline.build_plan import output_location, plan_build, split_overrides, with_model
 from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
-from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, open_moment_source, refuse_untrained
+from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, measure_curvature, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
 from grasp.pipeline.replay_plan import forecast_replay, plan_replay, read_recipe
 from grasp.progress import Progress
@@ -162,6 +163,10 @@ def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: boo
     n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if len(lengths) else len(rows)
     timed_units: Units = inputs.unit_tokens[:n_timed] if isinstance(rows, TokenRows) else rows
     started = time.perf_counter()
+    measured = store.rows(np.arange(min(len(rows), CURVATURE_ROWS)))
+    measure_curvature(inputs, corpus, measured, Progress())
+    curvature_seconds = (time.perf_counter() - started) * min(n_rows, CURVATURE_ROWS) / len(measured)
+    started = time.perf_counter()
     units = inputs.model_pass.units(timed_units, [f"unit {k}" for k in range(n_timed)])
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
@@ -175,7 +180,7 @@ def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: boo
     score_seconds = (time.perf_counter() - started) * n_units / units.n_rows
     n_passes = 1.0 if use_cache else 1.0 + sampled_fraction
     seconds = (n_passes * pass_seconds + score_seconds) * n_tokens / rows.n_tokens
-    seconds += unit_seconds * n_units / units.n_rows
+    seconds += unit_seconds * n_units / units.n_rows + curvature_seconds
 
     # Disk: numbers of every row; moments; names and labels, as one table and shard by shard; stored features.
     width = sum(n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items())

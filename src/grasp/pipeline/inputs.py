@@ -33,6 +33,7 @@ from grasp.targets.load import unread_files_notes
 from grasp.targets.margins import refuse_accuracy
 from grasp.targets.units import UnitTokens
 from grasp.text import skipped_lines
+from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,10 @@ def _prepare_text(
         "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
         "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
     }
+    if "gradient" in settings.features.kernels:
+        recipe = default_recipe(store.n_rows) if settings.recipe is None else FineTuningRecipe(**settings.recipe)
+        training = recipe.optimizer(store.n_rows)
+        updates["features"] = settings.features.completed(learning=training.learning, batch_rows=training.batch_rows)
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)

@@ -11,6 +11,7 @@ a gradient, E units, A answers of units, C columns of an array; L tokens.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -20,11 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from grasp.arrays import F32, I64
+from grasp.arrays import F32, F64, I64
 from grasp.artifact.manifest import ArrayFiles
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
-from grasp.kernels.gradient import SampledGradients, allocate_unit_gradients
+from grasp.kernels.coordinates import SampledGradients, allocate_unit_gradients
+from grasp.kernels.gradient import Curvature
 from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import BatchFeatures, Reference, Units, extract, forward_passes, position_mask
@@ -70,7 +72,7 @@ class ModelPass:
             yield from self._pair_batches(rows)
             return
         row_ids = rows.table.column("row_id")
-        for index, features, gradient_BK in self._run_model(rows, self.settings.row_positions):
+        for index, features, gradient_BK in self._run_model(rows):
             batch = self._build_batch(features, [row_ids[int(i)].as_py() for i in index], "row")
             yield index, batch if gradient_BK is None else self._with_gradients(batch, gradient_BK)
 
@@ -94,7 +96,7 @@ class ModelPass:
             names = sides.table.column("row_id").to_pylist()
             side_batches: list[tuple[I64, Batch]] = []
             gradient_SK: Tensor | None = None
-            for side_index, features, gradient_BK in self._run_model(sides, self.settings.row_positions):
+            for side_index, features, gradient_BK in self._run_model(sides):
                 side_names = [names[s] for s in side_index]
                 side_batches.append((side_index, self._build_batch(features, side_names, "row")))
                 if gradient_BK is not None:
@@ -137,52 +139,40 @@ class ModelPass:
             # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
             # units are averaged.
             weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
-        gradient_EK: Tensor | None = None
-        if self.sampled is not None:
-            gradient_EK = allocate_unit_gradients(n_units, self.sampled)
-            if answers is not None:
-                gradient_EK.zero_()
-        batches: list[tuple[I64, Batch]] = []
-        for index, features, gradient_BK in self._run_model(items, self.settings.unit_positions):
-            batches.append((index, self._build_batch(features, [names[e] for e in index], "unit")))
-            if gradient_BK is None or gradient_EK is None:
-                continue
-            # Rounded before the copy, so that results do not depend on the device that stores the gradients.
-            rounded_BK = _round_to_stored(gradient_BK).to(gradient_EK.device, gradient_EK.dtype)
-            if answers is None:
-                gradient_EK[torch.from_numpy(index).to(gradient_EK.device)] = rounded_BK
-                continue
-            for a, gradient_K in zip(index, rounded_BK, strict=True):
-                gradient_EK[answers.unit_A[a]] += float(weight_A[a]) * gradient_K
+        batches = [
+            (index, self._build_batch(features, [names[e] for e in index], "unit"))
+            for index, features in forward_passes(self.model, items, self.settings.unit_positions, self.settings.top_k)
+        ]
         batch = merge_batches(batches, len(items))
+        unit_A, weight_of_A = np.arange(n_units), np.ones(n_units)
         if answers is not None:
+            unit_A, weight_of_A = answers.unit_A, weight_A
             loss_E = torch.from_numpy(-answers.utilities(losses_A)).to(batch.loss_B)
             batch = batch.combined(answers.unit_A, weight_A, loss_E)
-        return replace(batch, gradient_BK=gradient_EK, sampled=self.sampled)
+        if self.sampled is None:
+            return batch
+        assert isinstance(items, Sequence)
+        examples = [Example(unit.input_ids, unit.first) for unit in items]
+        compute = partial(unit_gradients, self.sampled, examples, unit_A, weight_of_A, n_units)
+        return replace(batch, sampled=self.sampled, unit_gradients=compute)
 
-    def _run_model(
-        self, items: TokenRows | Units, position_specs: tuple[str, ...]
-    ) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
-        """Yield batches of rows or units: indices in `items`, features, and sampled gradients, (B, K), or None."""
+    def _run_model(self, rows: TokenRows) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
+        """Yield batches of rows: indices in `rows`, features, and sampled gradients, (B, K), or None."""
         sampled, settings = self.sampled, self.settings
         if sampled is None:
-            for index, features in forward_passes(self.model, items, position_specs, settings.top_k):
+            for index, features in forward_passes(self.model, rows, settings.row_positions, settings.top_k):
                 yield index, features, None
             return
         # features come from the hidden states of the pass whose gradients are computed
         assert isinstance(self.model, ReferenceModel)
-        assert isinstance(items, TokenRows | Sequence)
-        loss_tokens: list[Any]  # of each item: a mask, or the first one; `extract` selects positions among them
-        if isinstance(items, TokenRows):
-            examples, loss_tokens = row_examples(items, settings), [items.mask(i) for i in range(len(items))]
-        else:
-            examples = [Example(unit.input_ids, unit.first) for unit in items]
-            loss_tokens = [unit.first for unit in items]
+        examples = row_examples(rows, settings)
         for batch_index in sampled.batches(examples):
             passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
-            for index, (gradient_BK, hidden_BLH) in passes:
-                padded = pad_rows([examples[int(i)].input_ids for i in index], [loss_tokens[int(i)] for i in index])
-                yield index, extract(self.model, *padded, position_specs, settings.top_k, hidden_BLH), gradient_BK
+            for index, (gradient_BK, hidden_BLH, _) in passes:
+                # `extract` selects positions among the tokens with loss
+                padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
+                features = extract(self.model, *padded, settings.row_positions, settings.top_k, hidden_BLH)
+                yield index, features, gradient_BK
 
     def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
         """Build a batch from the features of a pass.
@@ -200,6 +190,49 @@ class ModelPass:
             batch = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, summary_batch=batch)
         assert batch is not None
         return batch
+
+
+def unit_gradients(
+    sampled: SampledGradients,
+    examples: Sequence[Example],
+    unit_A: I64,
+    weight_A: F64,
+    n_units: int,
+    curvature: Curvature,
+) -> tuple[Tensor, Tensor]:
+    """Return the preconditioned coordinates of units, (E, K), rounded to bfloat16, and their relevance to themselves.
+
+    A unit is a weighted sum of answers. Its gradient moves during the training with the sum of the weights, as every
+    loss does; it stays if the weights cancel, as in a margin.
+
+    Args:
+        examples: answers A.
+        unit_A: unit of each answer.
+        weight_A: weight of the mean loss of each answer in the unit.
+        curvature: geometry of the training.
+    """
+    unit_EK, self_relevance_E = allocate_unit_gradients(n_units, sampled), torch.zeros(n_units, dtype=torch.float64)
+    weight_K, mean_K = sampled.sample.weight_K.to(sampled.engine.work), curvature.decayed_mean(sampled)
+    answers_E = np.bincount(unit_A, minlength=n_units)
+    pending: dict[int, Tensor] = {}  # sums of units whose answers are not complete
+    for batch_index in sampled.batches(examples):
+        passes = split_on_oom(
+            batch_index, lambda index: sampled.compute([examples[int(a)] for a in index], curvature.precondition)
+        )
+        for index, (raw_BK, _, gradient_BK) in passes:
+            for a, raw_K, gradient_K in zip(index.tolist(), raw_BK, gradient_BK, strict=True):
+                e, weight = int(unit_A[a]), float(weight_A[a])
+                moved_K = (gradient_K - mean_K) * weight_K
+                # a bound for several answers, which determines a scale of storage only
+                self_relevance_E[e] += abs(weight) * abs(float(raw_K.double() @ moved_K.double()))
+                sum_K = weight * moved_K + pending.pop(e, 0.0)
+                answers_E[e] -= 1
+                if answers_E[e]:
+                    pending[e] = sum_K
+                    continue
+                rounded_K = sum_K if sum_K.dtype == torch.float64 else sum_K.bfloat16()
+                unit_EK[e] = rounded_K.to(unit_EK.device, unit_EK.dtype)
+    return unit_EK, self_relevance_E
 
 
 def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:

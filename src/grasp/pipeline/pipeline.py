@@ -44,9 +44,11 @@ from grasp.arrays import I64
 from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
+from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences, discard
 from grasp.kernel_table import BuiltRule
+from grasp.kernels.gradient import CURVATURE_ROWS, Curvature
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -54,7 +56,15 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import check_readable, is_adapter, recorded_train
 from grasp.models.forward_pass import Reference
 from grasp.pipeline.inputs import ON_DISK, InMemory, Inputs, identity_changes, identity_of, prepare_inputs
-from grasp.pipeline.model_pass import Arrays, BatchCache, ScoredShard, Workers, compute_moments, score_shard
+from grasp.pipeline.model_pass import (
+    Arrays,
+    BatchCache,
+    ScoredShard,
+    Workers,
+    compute_moments,
+    row_examples,
+    score_shard,
+)
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.pipeline.stored_inputs import unit_arrays, unit_table
 from grasp.progress import Progress
@@ -200,6 +210,7 @@ def estimate_moments(
     else:
         batch_cache = BatchCache(work / "batches") if use_cache else None
         accumulate_moments(inputs, workers, sample, corpus, batch_cache, progress, must_be_trained=must_be_trained)
+        measure_curvature(inputs, corpus, curvature_rows(store, settings.features), progress)
         ends = {} if batch_cache is None else {BATCH_ENDS: np.array(batch_cache.ends)}
         moment_file.write(0, corpus.arrays() | ends)
     if isinstance(model, ReferenceModel):
@@ -243,6 +254,31 @@ def accumulate_moments(
             refuse_untrained(corpus.loss, inputs.model)
         if batch_cache is not None:
             batch_cache.ends.append(batch_cache.n_batches)
+
+
+def curvature_rows(store: RowStore, settings: FeatureSettings) -> TokenRows:
+    """Return the rows that the curvature is measured on, drawn with the seed of the settings."""
+    order_N = stream(settings.seed, "curvature").permutation(store.n_rows)
+    return store.rows(np.sort(order_N[:CURVATURE_ROWS]))
+
+
+def measure_curvature(inputs: Inputs, corpus: CorpusMoments, rows: TokenRows, progress: Progress) -> None:
+    """Measure the geometry of the training, and the curvature at some rows, if a kernel needs them."""
+    curvature, settings, sampled = corpus.by_type.get(Curvature), inputs.settings.features, inputs.model_pass.sampled
+    if not isinstance(curvature, Curvature):
+        return
+    assert sampled is not None
+    assert settings.learning is not None
+    assert settings.batch_rows is not None
+    learning = settings.learning
+    if rows.split_N is not None:
+        # The curvature of the DPO loss of a pair is beta^2 / 4 times that of a difference of log-likelihoods, so that
+        # in Adam's coordinates x is beta / 2 times that of a fine-tuning, and counts as 0.
+        rows, learning = rows.sides(), 0.0
+    progress.stage("curvature", rows=len(rows), tokens=rows.n_tokens)
+    examples = row_examples(rows, settings)
+    training: dict[str, Any] = {"learning": learning, "batch_rows": settings.batch_rows}
+    curvature.measure(sampled, examples, **training, seed=settings.seed, advance=progress.advance)
 
 
 def feature_bytes(inputs: Inputs) -> int:

@@ -60,6 +60,11 @@ class OptimizerRecipe(Settings):
             f"({warmup}{self.schedule})"
         )
 
+    @property
+    def learning(self) -> float:
+        """Return the sum of the learning rates of all steps."""
+        return math.fsum(self.learning_rate_at(step) for step in range(self.steps))
+
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, from 0: linear to the peak, then by the schedule.
 
