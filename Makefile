@@ -1,10 +1,12 @@
-# make venv | demo | test | check | docs | coverage
+# make venv | demo | test | test-core | check | docs | coverage
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Laws, references and contracts of the core; optional packages, commands and whole builds have the other directories.
+CORE   := $(addprefix tests/,kernels golden store corpus targets models training predict artifact select runs)
 
-.PHONY: venv demo test check docs coverage clean
+.PHONY: venv demo test test-core check docs coverage clean
 
 venv: $(STAMP)
 
@@ -33,11 +35,16 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 # A file is one worker's: its fixtures are made once. Models are tiny, so that more threads than workers only wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+	$(PYTEST)
+
+test-core: $(STAMP)
+	$(PYTEST) $(CORE)
 
 coverage: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu" --cov=grasp --cov-report=term
+	$(PYTEST) --cov=grasp --cov-report=term
 
 clean:
 	rm -rf $(VENV) demo-out bench-out build-out

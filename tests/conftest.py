@@ -54,6 +54,28 @@ SHAPE = {
 }
 
 
+# One path each of a browser, of kills and of real tokenizers is for every day; these others are slow. Files that list
+# their own slow tests are not named here.
+SECOND_PATHS = (
+    "models/test_real_tokenizers.py::test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text[smollm2]",
+    "models/test_real_tokenizers.py::test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text[deepseek]",
+    "pipeline/test_add_replay.py::test_a_replay_killed_at_any_replace_resumes_to_the_same_bytes",
+    "pipeline/test_warm_up.py::test_killed_at_any_moment_it_goes_on_to_the_same_bytes",
+    "report/test_browser.py::",
+)
+FIRST_PATHS = (
+    "report/test_browser.py::test_nothing_of_the_corpus_runs",
+    "report/test_browser.py::test_sliders_moved_by_keyboard_and_mouse_say_what_predict_says",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(SECOND_PATHS) and not name.startswith(FIRST_PATHS):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers and help")
 

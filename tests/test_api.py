@@ -1,13 +1,8 @@
 """The public interface: names, functions, and agreement with the command line."""
 
 import ast
-import contextlib
-import io
 import json
-import pydoc
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grasp
-from tests.cli.grasp_command import assert_same_arrays, refused, succeed
+from tests.cli.grasp_command import assert_same_arrays, succeed
 
 
 def test_public_names_exist_and_a_wrong_one_raises():
@@ -30,13 +25,6 @@ def test_public_names_exist_and_a_wrong_one_raises():
     exec("from grasp import *", namespace)
     assert "open" not in namespace  # the built-in is not shadowed
     assert namespace["build"] is grasp.build
-
-
-def test_help_describes_each_name():
-    text = pydoc.plain(pydoc.render_doc(grasp))
-    assert grasp.__version__ in text
-    assert all(name in text for name in dir(grasp) if not name.startswith("_"))
-    assert all(getattr(grasp.Artifact, name).__doc__ for name in dir(grasp.Artifact) if not name.startswith("_"))
 
 
 def test_an_artifact_displays_its_contents(art):
@@ -75,35 +63,6 @@ def test_an_artifact_of_objects_in_memory_equals_that_of_files(root, art, tmp_pa
     assert reopened.path == built.path
 
 
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda art: grasp.open(art / "none"), "no such artifact"),
-        (lambda art: grasp.open(art).report("r.html", target=["facts", "facts"]), "target: .*facts more than once"),
-        (lambda art: grasp.open(art).report(art / "manifest.json"), "choose another name"),
-        (lambda art: grasp.open(art).score("sums"), r"target: .*'sums'.*'facts'"),
-    ],
-)
-def test_missing_artifacts_and_invalid_arguments_are_refused(art, ask, message):
-    with pytest.raises(grasp.GraspError, match=message):
-        ask(art)
-
-
-def test_the_report_of_the_command_equals_that_of_the_function(art, tmp_path):
-    pytest.importorskip("jinja2")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        page = grasp.open(art).report(tmp_path / "r.html", by=["topic"])
-    assert printed.getvalue() == ""
-    line = succeed("report", art, "--by", "topic", "--out", tmp_path / "c.html").lines[0]
-    assert line.startswith(f"{tmp_path / 'c.html'}: ")
-    theirs, ours = (tmp_path / "c.html").read_text(), page.read_text()
-    command = f"grasp report {art} --by topic --out {tmp_path}"
-    assert command in theirs
-    assert command in ours
-    assert theirs.replace("c.html", "r.html") == ours
-    assert "unknown column 'nothing'" in refused("report", art, "--by", "nothing", "--out", tmp_path / "d.html")
-
-
 # ------------------------------------------------------------------------------------------- the journey
 
 
@@ -135,22 +94,9 @@ def test_an_opened_artifact_caches_relevance(art, tmp_path):
         grasp.open(copy).predict(**question)
 
 
-def test_the_only_target_needs_no_name(art):
-    opened = grasp.open(art)
-    assert list(opened.targets) == ["facts"]
-    assert opened.score(top=3).to_arrow() == opened.score("facts", top=3).to_arrow()
-    assert opened.select("30%", by="topic", cap="60%").row_ids == opened.select("30%", by="topic", cap=["60%"]).row_ids
-
-
 def test_class_names_are_unique():
     names: Counter[str] = Counter()
     for path in Path(grasp.__file__).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names.update(n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_"))
     assert not [name for name, count in names.items() if count > 1]
-
-
-def test_runs_are_imported_only_if_needed():
-    code = "import sys, grasp.api.predict, grasp.select.select, grasp.select.mix; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {name for name in loaded if name.split(".")[:2] == ["grasp", "runs"] or name == "torch"}

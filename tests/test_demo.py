@@ -1,6 +1,5 @@
 """The demo uses retraining runs only of its own rows and units, or prints the command that produces them."""
 
-import re
 import shlex
 import shutil
 
@@ -32,21 +31,6 @@ def test_the_suggested_command_retrains_on_the_rows_and_units_of_the_demo(tmp_pa
     assert settings.targets == demo.targets
     assert settings.family == "mixture:source"
     assert settings.recipe == "tiny"
-
-
-def test_a_ceiling_is_an_estimate_with_an_interval(tmp_path):
-    artifact = write_artifact(tmp_path / "art")
-    runs = write_environment(tmp_path / "env", artifact)
-    evaluation = grasp.evaluate(grasp.open(tmp_path / "art"), runs)
-    heading, *lines = grasp.demo._agreement_table(evaluation).splitlines()
-    assert re.split("  +", heading) == ["target", "rank correlation", "95 % interval", "ceiling", "95 % interval"]
-    line = next(record for record in evaluation.records() if record["target"] == "sciq")
-    low, high = (f"{line[f'task_ceiling_{end}']:.2f}" for end in ("low", "high"))
-    assert re.split("  +", lines[0])[3:] == [f"{line['task_ceiling']:.2f}", f"{low} to {high}"]
-    assert f"95 % intervals: sciq {low} to {high}, boolq " in repr(evaluation)
-    page = grasp.open(tmp_path / "art").report(tmp_path / "page.html", runs=runs, explain=0).read_text()
-    ends = f"[{line['task_ceiling_low']:.3f}, {line['task_ceiling_high']:.3f}]"
-    assert page.count(f'{line["task_ceiling"]:.3f}</span> <small class="num">{ends}') >= 1
 
 
 def test_local_runs_come_first_and_runs_of_other_rows_or_unfinished_ones_are_refused(tmp_path, monkeypatch):

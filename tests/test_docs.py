@@ -15,7 +15,7 @@ from grasp.select.objective import SUMMARY_VERSION
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = [page for page in PAGES if page.name != "paper_map.md"]
+WRITTEN = [page for page in PAGES if page.name not in ("paper_map.md", "surface.md")]  # names, and a generated page
 
 
 def test_format_versions_are_those_of_the_code():

@@ -21,16 +21,12 @@ SOURCE = '''
 from dataclasses import replace
 
 import torch
-import typer
 
 from grasp.kernels.kernel import Kernel
 from grasp.predict.predictor import assemble_predictor
 from grasp.predict.scoring_rule import RegisteredProtocol, ScoringProtocol
 from grasp.yaml_files import validated
 from grasp.errors import ProtocolError
-
-commands = typer.Typer()
-
 
 class Losses(Kernel):
     """The loss of a row, the same for every unit."""
@@ -63,6 +59,11 @@ class Twice(RegisteredProtocol):
     def bind(self, artifact, units, *, sketches, per_unit):
         predictor = assemble_predictor(artifact, self, units)
         return replace(predictor, unit=f"{self.factor:g} effect sizes")
+'''
+COMMANDS = '''
+import typer
+
+commands = typer.Typer()
 
 
 @commands.command()
@@ -75,8 +76,6 @@ POINTS = """
 losses = strange:Losses
 [grasp.protocols]
 twice = strange:Twice
-[grasp.commands]
-strange = strange:commands
 """
 
 
@@ -99,7 +98,7 @@ def test_a_kernel_and_a_rule_of_another_package_are_built_and_predict(install, t
 
 
 def test_a_command_of_another_package_is_listed_and_runs(install, tmp_path):
-    site = install("strange", SOURCE, POINTS)
+    site = install("shouting", COMMANDS, "[grasp.commands]\nshouting = shouting:commands\n")
     program = f"import sys; sys.path.insert(0, {str(site)!r}); from grasp.cli import main; main()"
     run = [sys.executable, "-c", program]
     printed = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True).stdout
@@ -118,8 +117,8 @@ def test_without_the_package_its_names_are_unknown(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_named(install):
-    install("strange", SOURCE, "[grasp.kernels]\nlosses = strange:commands\nnone = strange:Gone\n")
-    with pytest.raises(SettingsError, match=r"kernel losses: strange:commands of package strange: got .*Kernel"):
+    install("strange", SOURCE, "[grasp.kernels]\nlosses = strange:replace\nnone = strange:Gone\n")
+    with pytest.raises(SettingsError, match=r"kernel losses: strange:replace of package strange: got .*Kernel"):
         load("grasp.kernels", "losses", Kernel)
     with pytest.raises(MissingExtraError, match="kernel none: strange:Gone of package strange cannot be imported"):
         load("grasp.kernels", "none")

@@ -61,6 +61,7 @@ def test_the_page_on_files_of_training_tools():
     assert {"mixture.txt", "probabilities.yaml", "datasets.yaml", "mixture.py"} <= {p.name for p in Path().iterdir()}
 
 
+@pytest.mark.slow  # it retrains; margins have tests in tests/pipeline
 def test_the_page_on_multiple_choice():
     write_checkpoint(Path("model"))
     write_corpus(Path("corpus.jsonl"), 40)

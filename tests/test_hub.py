@@ -23,13 +23,6 @@ def nobody(tmp_path, monkeypatch):
     hub.unreachable.cache_clear()
 
 
-def test_paths_and_names_that_begin_with_a_directory_are_not_repositories(nobody):
-    (nobody / "models").mkdir()
-    paths = ("./ckpt", "../ckpt", "/data/ckpt", "~/ckpt", "ckpt/", "models/ckpt", "models\\ckpt")
-    assert [hub.is_path(name) for name in paths] == [True] * len(paths)
-    assert [hub.is_path(name) for name in ("gpt2", "ckpt", "HuggingFaceTB/SmolLM2-135M")] == [False] * 3
-
-
 def test_a_misspelt_path_is_refused_with_a_suggestion(nobody):
     (nobody / "models/ckpt").mkdir(parents=True)
     with pytest.raises(ModelError, match=r"`models/cktp`: .*'ckpt'.*checkpoint"):

@@ -100,16 +100,6 @@ def from_coefficients(artifact, protocol) -> dict[str, float]:
     return changes | {"coefficients": f_G @ sums.effect_BT[:, 0] / (f_G @ sums.n_retained_B)}
 
 
-def test_many_subsets_in_one_call_equal_single_calls(art):
-    artifact = ArtifactReader.open(art)
-    ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
-    subsets = {"first": ids[:10], "rest": ids[10:]}
-    together = predict(artifact, subsets=subsets).to_pandas().set_index("subset_id")["change"]
-    for name, row_ids in subsets.items():
-        assert predict(artifact, subsets={name: row_ids}).to_pandas()["change"][0] == pytest.approx(together[name])
-    assert 10 * together["first"] + (len(ids) - 10) * together["rest"] == pytest.approx(0.0, abs=1e-5)
-
-
 def test_the_effect_of_a_row_is_the_same_everywhere(art):
     artifact = ArtifactReader.open(art)
     effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
@@ -128,20 +118,6 @@ def test_the_effect_of_a_row_is_the_same_everywhere(art):
         # words are of the model run again, in full precision; what the artifact holds is rounded to float16
         words = np.nansum(explained.table["contribution"].to_numpy()) + explained.text + explained.average
         assert words == pytest.approx(effect_N[row], rel=1e-2, abs=1e-2)
-
-
-def test_the_change_of_a_selection_is_that_of_predict_and_score(art):
-    artifact = ArtifactReader.open(art)
-    effect_N = score(artifact, "facts").to_pandas().set_index("row_id")["effect"]
-    selection = select(artifact, "25%")
-    rows = selection.table["row_id"].to_pylist()
-    promised = {
-        "select": selection.targets["change"][0].as_py(),
-        "predict": predict(artifact, subsets={"chosen": rows}).to_pandas()["change"][0],
-        "score": effect_N[rows].mean(),
-        "written effects": selection.table["effect"].to_numpy().mean(),
-    }
-    assert promised == pytest.approx(dict.fromkeys(promised, promised["select"]), abs=2e-6)
 
 
 def test_predictions_with_runs_have_one_value_in_all_interfaces(tmp_path):

@@ -40,19 +40,6 @@ def test_stages_are_named_with_their_remaining_time(now, capsys):
     assert_mentions(capsys.readouterr().err, "verifying: 1 of 2 rows", "0 rows/s", " 6 s")
 
 
-def test_the_total_time_is_estimated_from_the_first_parts(now, capsys):
-    watch = Watch()
-    watch.plan({"moments": 1_000, "other moments": 3_000, "rows scored": 60_000})
-    watch.stage("moments", rows=10, tokens=1_000)
-    now[0] = 10.0
-    watch.advance(5, 500)  # 50 tokens a second
-    assert capsys.readouterr().err.endswith(", 10 s left in this stage, 21 min 10 s in total\n")
-    watch.stage("rows scored", rows=400, tokens=40_000)  # other moments were there, and a third of the shards
-    now[0] = 70.0
-    watch.advance(100, 10_000)
-    assert " 3 min 00 s " in capsys.readouterr().err
-
-
 def test_only_truncated_names_are_disambiguated(capsys):
     long = "x" * 100
     show("t", ("name", "n", "note"), [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")])
@@ -120,11 +107,3 @@ def test_a_notebook_has_one_line_per_stage_that_changes_in_place_and_none_elsewh
     assert cell.shown[1] == "note: one row was cut"
     monkeypatch.delitem(sys.modules, "IPython")
     assert long_work() is None
-
-
-def test_a_notebook_shows_the_runs_of_a_retraining(cell):
-    def retrain(progress=None):
-        progress(RetrainStatus("runs", done=1, total=4))
-
-    progress.shows_progress(retrain)()
-    assert cell.shown[0].startswith("runs: ")

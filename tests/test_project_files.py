@@ -9,6 +9,7 @@ import yaml
 
 import grasp
 from grasp.store.checksummed_parquet import CHECKSUM_KEY
+from tests.conftest import FIRST_PATHS, SECOND_PATHS
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -37,12 +38,12 @@ def test_stored_tables_of_runs_are_verified_when_they_are_read():
 
 
 def test_every_named_make_target_exists():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     pages = CONTRIBUTING + (ROOT / "README.md").read_text(encoding="utf-8")
     named_targets = set(
-        re.findall(r"\bmake (\w+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", pages, re.S)))
+        re.findall(r"\bmake ([\w-]+)", workflow_commands() + "".join(re.findall(r"```bash.*?```", pages, re.S)))
     )
-    assert {"test", "check", "docs", "coverage"} <= named_targets <= targets
+    assert {"test", "test-core", "check", "docs", "coverage"} <= named_targets <= targets
 
 
 def test_every_supported_python_is_tested():
@@ -76,3 +77,10 @@ def test_contributing_lists_every_package_in_the_order_of_layers():
     assert packages == [name for name in layers if name in packages]
     assert all(find_spec(f"grasp.{name}") for name in packages)
     assert {name for name in layers if (ROOT / "src/grasp" / name / "__init__.py").exists()} == set(packages)
+
+
+def test_every_second_path_of_the_tests_exists():
+    for name in (*SECOND_PATHS, *FIRST_PATHS):
+        file, _, function = name.partition("::")
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {function.partition('[')[0]}" in text

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from tools import prose
-from tools.prose import printed_text, style_violations, text_statistics, unclear_names, unclear_phrases
+from tools.prose import style_violations, unclear_names, unclear_phrases
 
 MODULE = '''"""Rows that bear on one
 another."""
@@ -52,16 +52,3 @@ def test_the_command_fails_for_a_planted_file_and_passes_without_it(tmp_path, mo
     (package / "planted.py").write_text("said = 1  # to bear on it\n")
     phrase, name = "phrase 'bear on': write 'affects'", "name 'said': name what the value is"
     assert run_check() == (1, "".join(f"src/grasp/planted.py:1: {fault}\n" for fault in (name, phrase)))
-
-
-def test_printed_sentences_have_the_limits_of_pages():
-    long = " ".join(["word"] * 25)
-    module = f'''"""{long} {long} of the docstring, which is not printed."""
-say(f"{long}, " + "not a sentence"); tell(
-    f"the {{rows:,}} rows "
-    f"{long} {long}: too long")
-STOP = "{long} {long} a list of words"
-'''
-    assert set(printed_text(module).split("\n\n")) == {f"{long}, ", f"the `x` rows {long} {long}: too long"}
-    (violation,) = text_statistics(printed_text(module), module=True).violations()
-    assert violation.startswith("a sentence of 55 words; at most 40: the `x` rows")

@@ -91,6 +91,7 @@ def test_the_recipes_in_their_order(place):
     assert (place / "report.html").read_text(encoding="utf-8").count("6 of 30 rows") >= 1
 
 
+@pytest.mark.slow  # the recipes run the same commands
 @needs_tasks
 def test_the_tutorial_from_the_first_command_to_the_report(place):
     for argv in commands("docs/tutorial.md"):
@@ -100,6 +101,7 @@ def test_the_tutorial_from_the_first_command_to_the_report(place):
     assert all(topic in (place / "report.html").read_text(encoding="utf-8") for topic in TOPICS)
 
 
+@pytest.mark.slow  # it trains and differentiates; replays have tests in tests/pipeline
 def test_the_page_on_replays(place):
     page = "docs/howto/replay.md"
     (place / "sft.yaml").write_text(blocks("yaml", page)[0])
@@ -132,10 +134,9 @@ def test_the_reference_lists_every_public_name_and_its_examples_run(place, monke
     assert not [name for name in [*names, *methods] if not re.search(rf"\b{re.escape(name)}\b", page)]
 
 
-def test_the_reference_has_the_short_help_of_every_command():
+def test_the_reference_names_every_command():
     group = typer.main.get_command(app)
-    commands_by_name = {name: each for name, each in group.commands.items() if name != "runs"}
-    commands_by_name |= {f"runs {name}": each for name, each in group.commands["runs"].commands.items()}
+    names = {name for name in group.commands if name != "runs"}
+    names |= {f"runs {name}" for name in group.commands["runs"].commands}
     page = (ROOT / "docs" / "reference.md").read_text()
-    shown = dict(re.findall(r"^\| `grasp ([\w -]+)` \| (.*?) \|", page, re.MULTILINE))
-    assert shown == {name: each.get_short_help_str(200) for name, each in commands_by_name.items()}
+    assert set(re.findall(r"^\| `grasp ([\w -]+)` \|", page, re.MULTILINE)) == names

@@ -43,14 +43,6 @@ def test_parsed_parameters_equal_the_signature(module, name):
     assert signature.about.startswith(inspect.getdoc(verb).splitlines()[0])
 
 
-def test_annotations_have_a_text_form():
-    arguments = parse_signature("grasp.api.predict", "predict").arguments
-    kinds = {name: arguments[name].annotation for name in ("by", "weight", "subsets", "units")}
-    assert kinds == {"by": str | None, "weight": list[str], "subsets": Path | None, "units": bool}
-    assert [name for name, argument in arguments.items() if argument.in_commas] == ["target"]
-    assert "In Python" not in arguments["weight"].about
-
-
 def test_requests_to_the_server_cannot_name_files():
     for verb, (module, names) in SERVED_VERBS.items():
         arguments = [parse_signature(module, verb).arguments[name] for name in names]

@@ -14,18 +14,8 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import (
-    MAX_CELL_CHARS,
-    did_you_mean,
-    ending,
-    json_text,
-    name,
-    plain,
-    skipped_lines,
-    text_table,
-    unique_names,
-)
-from tests.report.world import HOSTILE, LINE, write_artifact
+from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, skipped_lines, unique_names
+from tests.report.world import write_artifact
 
 
 @given(st.text(max_size=80))
@@ -47,15 +37,6 @@ def test_truncated_documents_are_counted_of_all_and_not_called_skipped():
     lines = skipped_lines({"empty": 1, "cut_begin": 132}, {"empty": ["a.jsonl:3"]}, "skipped", 280)
     truncated = "truncated: 132 of 280 conversations or prompts lose their beginning, to fit a row"
     assert lines == ["skipped: 1 empty documents: a.jsonl:3", truncated]
-
-
-def test_text_is_truncated_with_an_optional_end():
-    assert len(plain(LINE, 600)) == 600
-    assert plain(LINE).startswith(plain(LINE, 600)[:-3])
-    assert plain("a " * 10, 6) == "a a..."
-    assert ending("one two three", 8) == "...three"
-    assert ending("short") == plain("short") == "short"
-    assert plain("family \U0001f468\u200d\U0001f469") == "family \U0001f468\u200d\U0001f469"
 
 
 @given(st.lists(st.text(max_size=5) | st.just("x" * 70), max_size=8))
@@ -82,18 +63,6 @@ def test_numbers_have_a_minus_sign_and_missing_ones_a_dash():
     assert ascii_text.number(123456789.0) == "123456789.000"
     assert interval(-0.000175, 0.0121) == "[\N{MINUS SIGN}0.0002, +0.012]"
     assert ascii_text.signed(None) == ascii_text.number(float("nan")) == "-"
-
-
-def test_many_names_with_equal_truncation_are_disambiguated_in_one_pass():
-    names = unique_names(["x" * 100 + str(place) for place in range(50_000)], MAX_CELL_CHARS)
-    assert len(set(names)) == 50_000
-    assert names[-1].endswith(" #50000")
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_headings_titles_and_cells_have_no_control_characters(text):
-    shown = text_table(str(text), [str(text), "n"], [[text, 1]])
-    assert all(line.isprintable() or set(line) & set("\u200c\u200d") for line in shown.split("\n"))
 
 
 def test_json_has_only_finite_numbers():

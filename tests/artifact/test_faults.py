@@ -1,4 +1,4 @@
-"""Laws: a build killed anywhere and resumed gives the same bytes; a full disk leaves no incomplete shard."""
+"""A killed build resumes, a full disk leaves no incomplete shard; tests/store has the laws of all stores."""
 
 import errno
 import os
@@ -10,62 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from artifact_world import World, contents
 
-from grasp.artifact.inspection import verify
-from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
-from tests.faults import Killed, raising
+from tests.faults import raising
 
 
-@pytest.mark.parametrize("call", ["fsync", "open"])
-def test_killed_between_any_two_file_operations_resumes_to_the_same_bytes(monkeypatch, tmp_path, call):
-    world = World(n_rows=5, shard_rows=3)
-    expected = contents(world.write(tmp_path / "whole"))
-    for nth in range(1, 200):
-        path = tmp_path / f"killed-{nth}"
-        with raising(monkeypatch, call, nth, Killed()) as used:
-            try:
-                world.write(path)
-            except Killed:
-                pass
-            else:
-                break
-        if (path / "build.json").exists() and not (path / "manifest.json").exists():
-            with pytest.raises(ArtifactError, match=r"\d of 2 shards.*`grasp build`"):
-                ArtifactReader.open(path)
-        if not (path / "manifest.json").exists():
-            world.begin(path)
-            assert not list(path.rglob("*.part"))
-            world.write(path)
-        assert contents(path) == expected
-    assert used[0] == nth - 1 > 10
-
-
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_killed_extension_leaves_the_artifact_readable_and_resumes(monkeypatch, tmp_path, call):
-    world = World(n_rows=5, shard_rows=3)
-    expected = contents(world.extend(world.write(tmp_path / "whole")))
-    for nth in range(1, 200):
-        path = world.write(tmp_path / f"killed-{nth}")
-        with raising(monkeypatch, call, nth, Killed()):
-            try:
-                world.extend(path)
-            except Killed:
-                pass
-            else:
-                break
-        artifact = ArtifactReader.open(path)
-        blocks = [block for _, block in artifact.array_blocks("relevance_output_layer", columns=slice(0, 4))]
-        np.testing.assert_array_equal(np.concatenate(blocks), world.values["relevance_output_layer"])
-        assert verify(path).ok
-        world.extend(path)
-        assert contents(path) == expected
-    assert nth > 8
-
-
+@pytest.mark.slow  # kills at every replace of every kind of store: tests/store
 def test_sigkill_at_random_moments(tmp_path):
     world = World(n_rows=60, shard_rows=2)
     expected = contents(world.write(tmp_path / "whole"))
@@ -115,30 +67,6 @@ def test_disk_full_in_a_shard_leaves_nothing_of_it(monkeypatch, world, tmp_path,
         world.fill(writer)
         world.finish(writer)
     assert contents(path) == contents(world.write(tmp_path / "whole"))
-
-
-def test_other_disk_errors_are_not_reported_as_a_full_disk(monkeypatch, world, tmp_path):
-    with world.open(tmp_path / "art") as writer:
-        with (
-            raising(monkeypatch, "fsync", 2, OSError(errno.EIO, "Input/output error")),
-            pytest.raises(OSError, match="Input/output error"),
-        ):
-            writer.write_shard(0, *world.shard(0))
-        assert writer.left == list(range(5))
-        assert not list((tmp_path / "art").rglob("*.part"))
-
-
-def test_disk_full_while_finishing(monkeypatch, world, tmp_path):
-    with world.open(tmp_path / "art") as writer:
-        world.fill(writer)
-        with (
-            raising(monkeypatch, "fsync", 2, OSError(errno.ENOSPC, "No space left on device")),
-            pytest.raises(ArtifactError, match=r"no space.* 5 of 5 shards"),
-        ):
-            world.finish(writer)
-        assert not writer.complete
-    world.write(tmp_path / "art")
-    assert contents(tmp_path / "art") == contents(world.write(tmp_path / "whole"))
 
 
 def test_a_mounted_disk_that_is_full(small_disk, tmp_path):

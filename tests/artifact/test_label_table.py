@@ -48,16 +48,13 @@ def table(tmp_path):
         ("TOPIC = 'Games' AND n_tokens > 10", [3]),
         ("topic IN ('Games', 'Law') OR loss < 2.6", [0, 1, 3, 4]),
         ("topic != 'Games'", [1, 4, 5]),
-        ("topic IS NULL", [2]),
         ("NOT (topic LIKE 'G%') -- a remark", [1, 4, 5]),
         ("n_tokens BETWEEN 20 AND 40", [1, 2, 3]),
         ("lower(topic) ~ '^h'", [1, 5]),
         ("CASE WHEN n_tokens > 30 THEN topic = 'Law' ELSE topic = 'Games' END", [0, 4]),
-        ("coalesce(topic, 'none') = 'none'", [2]),
         ("n_tokens % 20 = 0", [1, 3, 5]),
         ("load", [0, 2, 5]),
         ("\"Odd Name\" = 'x'", [0, 2, 4]),
-        ("topic = '; DROP TABLE rows'", []),
         ("true", [0, 1, 2, 3, 4, 5]),
     ],
 )
@@ -70,11 +67,9 @@ def test_selects(table, expression, rows):
     [
         ("topik = 'x'", "'topik'.*'topic'"),
         ('topic = "Games"', "'Games'.*'single quotes'"),
-        ("topic.x = 1", r"unknown column 'topic\.x'"),
         ("topic =", "syntax error.*end$"),
         ("topic = 'A' AND AND load", r'syntax error.*"AND".*\b17\b'),
         ("topic = 'unclosed", r"unterminated.*\b9\b"),
-        ("/* unclosed", "unterminated"),
         ("Odd Name = 'x'", 'syntax error.*"Odd Name"$'),
         ("", "empty"),
         ("n_tokens", "int64.*condition"),
@@ -95,40 +90,26 @@ def test_errors_name_the_position(table, expression, message):
         "COPY rows TO '/tmp/stolen.csv'",
         "ATTACH '/tmp/other.db'",
         "select * from read_csv('/etc/passwd')",
-        "topic = 'A'; COPY rows TO '/tmp/stolen.csv'",
         "true); COPY (SELECT 1) TO '/tmp/stolen.csv'; SELECT (true",
-        "true); SELECT (true",
         "true) FROM read_csv('/etc/passwd') WHERE (true",
         "true) UNION SELECT (true",
-        "true) ORDER BY (true",
-        "true) LIMIT (1",
-        "read_csv('/etc/passwd')",
         "read_text('/etc/passwd') = 'x'",
-        "glob('/etc/*') = 'x'",
         "(SELECT content FROM read_text('/etc/passwd')) LIKE '%root%'",
         "EXISTS (FROM '/etc/passwd')",
-        "topic IN (SELECT column0 FROM read_csv('/etc/passwd'))",
-        "topic = ANY (SELECT 'Games')",
         "getenv('HOME') = '/root'",
-        "getvariable('x') = 1",
         "current_setting('memory_limit') = 'x'",
         "query('SELECT 1') = 1",
-        "query_table('row_batch') = 1",
         "nextval('s') = 1",
         "repeat('x', 1000000000) = 'x'",
         "sum(n_tokens) > 3",
         "row_number() OVER () > 3",
         "COLUMNS('n.*') > 3",
-        "* = 1",
         "n_tokens = ?",
-        "n_tokens = $1",
         "list_filter([1], x -> x > 0) = [1]",
-        "{'a': load}.a",
         "topic.lower() = 'games'",
         "main.read_text('/etc/passwd') = 'x'",
         "TRY(n_tokens > 3)",
         "WITH t AS (SELECT 1) SELECT true",
-        "INSTALL httpfs",
         "SET enable_external_access = true",
         "true \0",
     ],
@@ -160,13 +141,6 @@ def test_values_group_the_rows_and_keep_the_unlabelled_apart(table):
     assert table.column("n_tokens").values == (10, 20, 30, 40, 50, 60)
     assert table.column("TOPIC").values == column.values  # SQL does not mind case
     assert table.selection("topic != 'Games'").n_null == 1
-
-
-def test_unknown_label_and_missing_file(table, tmp_path):
-    with pytest.raises(SubsetError, match="column 'formt'"):
-        table.column("formt")
-    with pytest.raises(SubsetError, match="no such file"):
-        LabelTable(tmp_path / "nowhere.parquet")
 
 
 # conditions out of values
@@ -216,13 +190,6 @@ def test_columns_of_any_name_can_be_used(tmp_path, column):
     assert selected(labels, equals(identifier(column), "b")).tolist() == [False, True]
 
 
-def test_printed_conditions_are_plain_and_without_control_characters():
-    assert equals("topic", "Games") == "topic = 'Games'"
-    assert none_of("topic", ["Games", None, "Law"]) == "topic NOT IN ('Games', 'Law')"
-    assert identifier("order") == '"order"'
-    assert [text for text in HOSTILE if not (equals("topic", text) + none_of("topic", [text])).isprintable()] == []
-
-
 # labels that are expressions
 
 
@@ -230,21 +197,15 @@ def test_printed_conditions_are_plain_and_without_control_characters():
     ("url", "host"),
     [
         ("https://a.b/c", "a.b"),
-        ("https://a.b", "a.b"),
         ("HTTP://A.B.?x", "a.b"),
-        ("https://a.b:8080/c", "a.b"),
         ("https://me:secret@a.b:80/c@d", "a.b"),
-        ("https://me:12@a.b#e@f", "a.b"),
         ("https://[2001:db8::1]:80/c", "[2001:db8::1]"),
         ("svn+ssh://a.b/c", "a.b"),
         ("//a.b/c", "a.b"),
         ("a.b/c://d.e", "a.b"),
-        ("a.b:80", "a.b"),
         ("https:///c", None),
         ("localhost", None),
-        ("http://localhost/", "localhost"),
         ("not a url.", None),
-        ("", None),
         ("https://m\u00fcnchen.de/", "m\u00fcnchen.de"),
     ],
 )
@@ -256,11 +217,9 @@ def test_hosts(tmp_path, url, host):
     ("host", "domain"),
     [
         ("news.bbc.co.uk", "bbc.co.uk"),
-        ("bbc.co.uk", "bbc.co.uk"),
         ("co.uk", "co.uk"),
         ("me.github.io", "me.github.io"),
         ("1.2.3.4", "1.2.3.4"),
-        ("[2001:db8::1]", "[2001:db8::1]"),
         ("localhost", "localhost"),
         ("a.b.unknown-suffix", "b.unknown-suffix"),
     ],
@@ -289,12 +248,10 @@ def web(tmp_path):
     ("label", "values"),
     [
         ("meta.source", ["cc", "cc", "wiki", None, "cc", "arxiv"]),
-        ("META.Source", ["cc", "cc", "wiki", None, "cc", "arxiv"]),
         ("upper(meta.source)", ["CC", "CC", "WIKI", None, "CC", "ARXIV"]),
         ("host(url)", ["www.bbc.co.uk", "example.com", "foo.github.io", None, None, "1.2.3.4"]),
         ("domain(url)", ["bbc.co.uk", "example.com", "foo.github.io", None, None, "1.2.3.4"]),
         ("year(date)", [2024, 2023, None, None, 2023, 2022]),
-        ("month(date)", [1, 5, None, None, 1, 7]),
         ("meta.score > 0.6", [False, False, True, None, True, True]),  # in DuckDB nan is above all numbers
         ("bins(meta.score, 2)", ["below 0.7", "below 0.7", "0.7 and above", None, None, "0.7 and above"]),
         ("bins(meta.score, [0.2, 0.7])", ["below 0.2", "0.2 to 0.7", "0.7 and above", None, None, "0.7 and above"]),
@@ -317,14 +274,11 @@ def test_a_label_may_be_an_expression_and_its_conditions_select_its_values(web, 
         ("upper(meta.sorce)", r"did you mean 'meta\.source'"),
         ("hosst(url)", r"'hosst' is not allowed \(did you mean 'host'\?\)"),
         ("bins(meta.score, [0.7, 0.2])", "bins: expected .* ascending edges"),
-        ("bins(meta.score, [])", "bins: expected .* ascending edges"),
         ("bins(meta.score, url)", "bins: expected two arguments"),
-        ("bins(meta.score)", "bins: expected two arguments"),
         ("bins(meta.score, 1)", "bins: expected .* 2 to"),
         ("bins(url, 2)", "values of type string, expected numbers"),
         ("host('https://a.b')", "names no column"),
         ("read_text('/etc/passwd')", "not allowed"),
-        ("(SELECT 1)", "not allowed"),
         ("host(", "syntax error"),
     ],
 )

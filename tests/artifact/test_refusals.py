@@ -6,7 +6,7 @@ from artifact_world import World, contents
 
 from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.writer import ArraySpec, lock_artifact
+from grasp.artifact.writer import ArraySpec
 from grasp.errors import ArtifactError
 from tests.mentions import assert_mentions
 
@@ -57,28 +57,6 @@ def test_another_build_is_refused_and_every_difference_named(world, tmp_path):
     assert world.begin(tmp_path / "art").left == [1, 2, 3, 4]
 
 
-def test_tuples_and_lists_are_equal_in_the_identity_of_a_build(world, tmp_path):
-    world.begin(tmp_path / "art", identity={"names": ("a", "b")})
-    assert world.begin(tmp_path / "art", identity={"names": ["a", "b"]}).left == list(range(5))
-
-
-def test_a_finished_artifact_is_not_written_again(world, tmp_path):
-    world.write(tmp_path / "art")
-    before = contents(tmp_path / "art")
-    with world.open(tmp_path / "art") as writer:
-        assert writer.complete
-        assert not writer.left
-    assert contents(tmp_path / "art") == before
-
-
-def test_opening_a_path_without_an_artifact_is_refused(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with lock_artifact(tmp_path / "begun"):
-        for name, message in [("nowhere", "no such"), (".", "artifact"), ("file", "artifact"), ("begun", "shard")]:
-            with pytest.raises(ArtifactError, match=message):
-                ArtifactReader.open(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -105,8 +83,3 @@ def test_a_truncated_or_missing_chunk_is_named_by_the_reader(world, tmp_path):
     np.testing.assert_array_equal(
         artifact.array_rows("hidden_sketch", np.array([1])), world.values["hidden_sketch"][[1]]
     )
-
-
-def test_a_missing_kernel_is_named_with_the_existing_ones(world, tmp_path):
-    with pytest.raises(ArtifactError, match=r"'pooled'.*output_layer"):
-        ArtifactReader.open(world.write(tmp_path / "art")).relevance_name("pooled")

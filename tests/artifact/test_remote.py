@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -18,13 +17,12 @@ import pytest
 from artifact_world import World
 
 from grasp.artifact.inspection import info, verify
-from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST
+from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, MissingExtraError
 from grasp.store import remote as module
-from grasp.store.remote import local_path, remote_url, staging_directory
+from grasp.store.remote import local_path
 from tests.faults import Killed
-from tests.mentions import assert_mentions
 
 
 @pytest.fixture(autouse=True)
@@ -129,35 +127,6 @@ def test_data_read_from_a_url_equal_those_written(local, place):
     assert info(place).path == place
 
 
-@slowly_on_s3
-def test_only_files_that_are_read_are_fetched(local, place, cache):
-    publish_artifact(local, place)
-    artifact = ArtifactReader.open(place)
-    next(artifact.array_blocks("hidden_sketch"))
-    fetched = {path.relative_to(artifact.path).as_posix() for path in artifact.path.rglob("*") if path.is_file()}
-    assert fetched == {"manifest.json", "arrays/hidden_sketch/scale.npy", "arrays/hidden_sketch/00000.npy"}
-    assert artifact.path.is_relative_to(cache)
-
-
-@slowly_on_s3
-def test_a_flipped_byte_is_found_in_storage_and_in_transfer(local, place):
-    publish_artifact(local, place)
-    filesystem, root = fsspec.core.url_to_fs(place)
-    chunk = f"{root}/arrays/hidden_sketch/00001.npy"
-    data = bytearray(filesystem.cat_file(chunk))
-    data[5] ^= 1
-    filesystem.pipe_file(chunk, bytes(data))
-    filesystem.rm(f"{root}/rows.parquet")
-    problems = verify(place).problems
-    assert problems.keys() == {"arrays/hidden_sketch/00001.npy", "rows.parquet"}
-    assert problems["rows.parquet"] == "missing"
-    assert_mentions(problems["arrays/hidden_sketch/00001.npy"], "damaged", "checksum")
-    with pytest.raises(ArtifactError, match=rf"^{place}/arrays/.*/00001.npy: damaged"):
-        list(ArtifactReader.open(place).array_blocks("hidden_sketch"))
-    with pytest.raises(ArtifactError, match=r"rows\.parquet: .*reached"):
-        _ = ArtifactReader.open(place).rows_path
-
-
 def publish_artifact(local, place):
     module.publish(local, place, SIGNED_MANIFEST)
 
@@ -191,49 +160,6 @@ def test_publishing_resumes_and_is_atomic(local, place, monkeypatch):
     publish_artifact(local, place)
 
 
-@slowly_on_s3
-def test_files_deleted_after_the_upload_are_sent_again(local, place, monkeypatch):
-    filesystem, root = fsspec.core.url_to_fs(place)
-    publish_artifact(local, place)
-    for name in (MANIFEST, "rows.parquet"):
-        filesystem.rm(f"{root}/{name}")
-    publish_artifact(local, place)
-    assert verify(place).ok
-    filesystem.rm(f"{root}/{MANIFEST}")
-    filesystem.rm(f"{root}/rows.parquet")
-    with monkeypatch.context() as patch:
-        patch.setattr(filesystem, "put_file", lambda source, target: None)
-        with pytest.raises(ArtifactError, match=r"1 of \d+ files.*rows\.parquet"):
-            publish_artifact(local, place)
-    assert not is_published(place)
-
-
-@slowly_on_s3
-def test_two_readers_with_an_empty_cache_do_not_interfere(local, place, monkeypatch):
-    publish_artifact(local, place)
-    requested, real = [], module.atomic_path
-
-    def slow(path):
-        requested.append(path)
-        time.sleep(0.05)
-        return real(path)
-
-    monkeypatch.setattr(module, "atomic_path", slow)
-    with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: ArtifactReader.open(place).rows_path, range(4)))
-    assert len(set(paths)) == len(requested) == 1  # the others waited for it
-
-
-def test_a_bucket_with_a_misspelt_name_is_not_created(local, s3):
-    with pytest.raises(ArtifactError, match=r"^s3://nobody-made-it/art.*reached"):
-        publish_artifact(local, "s3://nobody-made-it/art")
-    filesystem, _ = fsspec.core.url_to_fs(s3)
-    filesystem.invalidate_cache()
-    assert not filesystem.exists("nobody-made-it")
-    for journal in local.glob("published-*"):
-        journal.unlink()
-
-
 def test_a_file_url_is_a_path(local):
     assert local_path(Path("file:///tmp/art")) == local_path("file:///tmp/art") == Path("/tmp/art")
     assert local_path("art") == Path("art")
@@ -248,14 +174,6 @@ def test_another_artifact_is_not_overwritten(local, place, tmp_path):
     other = World(n_rows=9).write(tmp_path / "other")
     with pytest.raises(ArtifactError, match=f"^{place}: [^\n]*URL$"):
         publish_artifact(other, place)
-
-
-def test_urls_are_distinguished_from_paths():
-    assert remote_url("s3://bucket/a/b/") == remote_url(Path("s3://bucket/a/b")) == "s3://bucket/a/b"
-    assert remote_url(Path("memory://x/y")) == "memory://x/y"
-    for path in ("art", "/tmp/art", "C:/art", "file:///tmp/art", "topic:games"):
-        assert remote_url(path) is None
-    assert staging_directory("s3://a/b") != staging_directory("s3://a/c")
 
 
 def test_a_filesystem_that_is_not_installed_names_the_extra(monkeypatch):

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
-from artifact_world import World, contents
+from artifact_world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,25 +52,6 @@ def test_every_float16_is_read_as_numpy_reads_it(tmp_path):
             [block for _, block in artifact.array_blocks("relevance_output_layer", block_rows=999)]
         )
         np.testing.assert_array_equal(actual_NE.view(np.int32), world.values["relevance_output_layer"].view(np.int32))
-
-
-def test_order_of_shards_does_not_matter(world, tmp_path):
-    world.write(tmp_path / "forward")
-    with world.open(tmp_path / "backward") as writer:
-        world.fill(writer, [3, 0, 4, 2, 1])
-        world.finish(writer)
-    assert contents(tmp_path / "forward") == contents(tmp_path / "backward")
-
-
-@pytest.mark.parametrize("columns", [[2, 0], np.array([1, 1, 3]), slice(1, 3), slice(None, None, -1), []])
-def test_columns_have_the_requested_order(world, tmp_path, columns):
-    artifact = ArtifactReader.open(world.write(tmp_path / "art"))
-    values = world.values["relevance_output_layer"]
-    expected = values[:, columns] if isinstance(columns, slice) else values[:, np.array(columns, dtype=int)]
-    got = [block for _, block in artifact.array_blocks("relevance_output_layer", columns=columns, block_rows=7)]
-    np.testing.assert_array_equal(np.concatenate(got), expected)
-    rows = np.array([22, 0, 7, 7, 4, 5])
-    np.testing.assert_array_equal(artifact.array_rows("relevance_output_layer", rows, columns=columns), expected[rows])
 
 
 def test_arrays_are_files_that_numpy_reads(world, tmp_path):

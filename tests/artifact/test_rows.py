@@ -42,14 +42,3 @@ def test_threads_share_the_cache_within_its_limit(monkeypatch):
         thread.join()
     assert failed == []
     assert sum(size for _, size in cache._cached[opened].values()) <= 100
-
-
-def test_results_that_are_too_large_are_not_cached(monkeypatch):
-    monkeypatch.setattr(cache, "CACHED_BYTES", 100)
-    opened, computed = Opened(), []
-    for _ in range(2):
-        cache.cached(opened, "large", 101, lambda: computed.append(1))
-    assert len(computed) == 2
-    with pytest.raises(ZeroDivisionError):
-        cache.cached(opened, "fails", 1, lambda: 1 / 0)
-    assert cache.cached(opened, "fails", 1, lambda: 2) == 2

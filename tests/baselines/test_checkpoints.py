@@ -1,7 +1,6 @@
 """Checkpoints: ordered by step, with their learning rate and Adam's moments by parameter."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -93,27 +92,6 @@ def test_the_learning_rate_is_read_from_the_trainer_state_of_transformers(tmp_pa
     (path / "trainer_state.json").write_text(json.dumps(state))
     (checkpoint,) = find_checkpoints([path])
     assert (checkpoint.step, checkpoint.learning_rate) == (40, 1e-4)
-
-
-def test_paths_without_a_checkpoint_are_refused(tmp_path):
-    (write_checkpoint(tmp_path / "bare") / "model.safetensors").unlink()
-    for name, message in {
-        "gone": "no such directory",
-        "": "neither config.json",
-        "bare": "no model.safetensors",
-    }.items():
-        with pytest.raises(ModelError, match=message):
-            find_checkpoints([tmp_path / name])
-
-
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"identity": {"recipe": {}}, "step": 3}'], ids=["cut", "list", "empty", "other"]
-)
-def test_a_damaged_record_is_refused(text, world, tmp_path):
-    path = shutil.copytree(run_of(world) / "checkpoint-8", tmp_path / "checkpoint-8")
-    (path / "training.json").write_text(text)
-    with pytest.raises(ModelError, match=r"training.json: "):
-        find_checkpoints([path])
 
 
 def test_another_architecture_is_refused_with_the_first_weight_that_differs(world, tmp_path):

@@ -1,7 +1,6 @@
 """The commands `evaluate --methods`, `score --method` and `methods`."""
 
 import csv
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from grasp.methods.registry import method_predictions, score_rows
+from grasp.methods.registry import score_rows
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
 from tests.cli.grasp_command import cells, refused, succeed
 
@@ -45,25 +44,6 @@ def test_methods_are_listed_with_floats_and_seconds(world, tmp_path):
     assert any(line.startswith("bm25: covers text of the rows") for line in printed)
 
 
-def test_printed_figures_equal_those_of_the_library(world, tmp_path):
-    out = tmp_path / "result.json"
-    succeed(*evaluate(world, "--methods", "bm25", "--json", out))
-    (record,) = [line for line in json.loads(out.read_text())["results"] if line["method"] == "bm25"][:1]
-    inputs = world.inputs()
-    result = method_predictions(configured_method("bm25"), inputs, inputs.required_runs.subsets)
-    realized = inputs.required_runs.utilities.values_BSE.mean(axis=1).mean(axis=1)
-    ranks = [np.argsort(np.argsort(values)) for values in (result.values_BE.mean(axis=1), realized)]
-    assert record["task_rho"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
-
-
-def test_a_second_evaluation_reuses_stored_scores(world):
-    succeed(*evaluate(world, "--methods", "bm25"))
-    cache = world.root / "art" / "baselines"
-    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
-    succeed(*evaluate(world, "--methods", "bm25"))
-    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
-
-
 def test_configurations_have_labels_and_oracle_selected_ones_are_separate(world, tmp_path):
     file = tmp_path / "methods.yaml"
     configurations = {
@@ -94,11 +74,6 @@ def test_rows_are_ranked_by_a_method(world):
     assert float(cells(printed[7])[0]) == pytest.approx(result.min(), abs=6e-4)
 
 
-def test_a_score_that_does_not_depend_on_the_unit_ranks_rows_as_well(world):
-    printed = succeed("score", world.root / "art", "--target", "facts", "--method", "length").lines
-    assert float(cells(printed[2])[0]) == world.artifact.rows(np.arange(N_ROWS))["n_tokens"].to_numpy().max()
-
-
 def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, tmp_path):
     art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
     succeed("score", art, "--target", "facts", "--method", "random")
@@ -106,12 +81,6 @@ def test_scores_are_stored_in_the_artifact_by_default_and_it_stays_valid(world, 
     succeed("verify", art)
     shutil.rmtree(art / "baselines")
     succeed("score", art, "--target", "facts", "--method", "random")
-
-
-def test_the_target_is_checked_before_rows_are_scored(world, tmp_path):
-    art = shutil.copytree(world.root / "art", tmp_path / "art", ignore=shutil.ignore_patterns("baselines"))
-    assert "got ['fact']" in refused("score", art, "--method", "length", "--target", "fact")
-    assert not (art / "baselines").exists()
 
 
 def test_methods_lists_all_methods_or_the_settings_of_one():

@@ -9,18 +9,6 @@ from grasp.methods.registry import configure_methods, load_method
 from tests.baselines.world import METHODS, configured_method
 
 
-def test_a_name_selects_a_method_with_its_defaults():
-    first, second = configure_methods(["bm25", "loss"])
-    assert (first.label, first.method.name, first.method.settings.k1, first.oracle_selected) == (
-        "bm25",
-        "bm25",
-        1.2,
-        False,
-    )
-    assert second.label == "loss"
-    assert configure_methods(["grasp"]) == ()
-
-
 def test_a_file_configures_methods_and_gives_them_labels():
     file = {
         "bm25": {"k1": 0.9},
@@ -45,13 +33,6 @@ def test_every_entry_point_loads_and_has_a_description(name):
     assert all(field.description for field in fields.values())
     assert method_class.settings_type.model_config["frozen"]
     assert not {"method", "seed", "oracle_selected", "weighting", "negative"} & set(fields)
-
-
-@pytest.mark.parametrize("name", list(METHODS))
-def test_every_annotated_attribute_of_a_method_is_one_of_the_interface(name):
-    method_class, *bases = load_method(name).__mro__
-    known = {attribute for base in bases for attribute in getattr(base, "__annotations__", {})}
-    assert set(vars(method_class).get("__annotations__", {})) <= known
 
 
 @pytest.mark.parametrize(

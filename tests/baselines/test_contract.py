@@ -82,8 +82,7 @@ def test_a_row_with_the_text_of_a_unit_has_the_highest_score(name, world, scored
 @pytest.mark.parametrize("name", ROW_METHODS)
 def test_scores_do_not_depend_on_blocks_and_batches_up_to_rounding(name, world, tmp_path, scored):
     expected = matrix(scored(name))
-    assert close(rescored(world, tmp_path / "blocks", name, block_rows=7), expected)
-    assert close(rescored(world, tmp_path / "batches", name, batch_tokens=70), expected)
+    assert close(rescored(world, tmp_path, name, block_rows=7, batch_tokens=70), expected)
 
 
 @pytest.mark.parametrize("name", ROW_METHODS)

@@ -1,13 +1,10 @@
 """Datamodels predict planted linear utilities out of fold, a null world at chance, and are marked as oracles."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from grasp.baselines.oracles import mask_features, oracle
-from grasp.errors import MissingExtraError, RunsError, SettingsError, SubsetError
 from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import method_predictions
 from grasp.predict.families import parse_family
@@ -55,38 +52,9 @@ def test_utilities_that_masks_do_not_explain_stay_at_chance(world, tmp_path):
     assert abs(rho.mean()) < 0.25
 
 
-def test_datamodels_equal_the_oracle_of_the_evaluation(world, tmp_path):
-    inputs, _ = planted(world, few_rows)
-    expected = oracle(
-        "lasso", mask_features(inputs.required_runs.subsets), inputs.required_runs.utilities, folds=4, seed=5
-    )
-    result = run(inputs, tmp_path, folds=4, seed=5)
-    np.testing.assert_array_equal(result.values_BE, expected.values_BE)
-
-
 def test_shares_of_a_label_can_be_features(world, tmp_path):
     topic = np.arange(N_ROWS) % 3
     inputs, values = planted(world, lambda masks, e: (masks * (topic == e % 3)).sum(axis=1) / masks.sum(axis=1))
     result = run(inputs, tmp_path, sees="topic", penalty="ridge")
     assert spearman(result.values_BE, values).min() > 0.9
     assert result.notes[0].startswith("datamodels: covers 3 topic-share-of-subset; ridge on 64 subsets")
-
-
-def test_the_lasso_requires_an_extra_and_ridge_does_not(world, tmp_path, monkeypatch):
-    inputs, _ = planted(world, few_rows)
-    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(MissingExtraError, match=r"lasso .*scikit-learn"):
-        run(inputs, tmp_path)
-    assert run(inputs, tmp_path, penalty="ridge").notes
-
-
-def test_subsets_without_features_are_refused(world, tmp_path):
-    inputs, _ = planted(world, few_rows)
-    (other,) = parse_family("uniform:0.5").draw(2, n_rows=N_ROWS, seed=9, purpose="other", block=2)
-    strange = replace(other, subset_ids=("mine", "yours"))
-    with pytest.raises(RunsError, match=r"2 subsets .*'mine'"):
-        method_predictions(configured_method("datamodels"), inputs, [strange], tmp_path)
-    with pytest.raises(SettingsError, match=r"--runs"):
-        method_predictions(configured_method("datamodels"), MethodInputs(world.artifact), [other], tmp_path)
-    with pytest.raises(SubsetError, match="nonsense"):
-        run(inputs, tmp_path, sees="nonsense")

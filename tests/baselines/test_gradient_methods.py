@@ -1,7 +1,6 @@
 """Every gradient method equals its formula on gradients by autograd, one example at a time."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from grasp.baselines.checkpoints import training_checkpoints
-from grasp.baselines.datainf import closed_form
 from grasp.baselines.gradients.curvature import (
     Basis,
     Fisher,
@@ -21,7 +19,7 @@ from grasp.baselines.gradients.curvature import (
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.scorers import examples_at, mean_row_tokens, open_engine, unit_examples
-from grasp.baselines.gradients.whole import UnitGradients, unit_groups
+from grasp.baselines.gradients.whole import UnitGradients
 from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import score_rows
@@ -103,15 +101,6 @@ def test_projected_tracin_converges_to_the_exact_one_with_the_dimension(dense, w
     assert far[1] < 0.05
 
 
-def test_equal_weights_and_the_last_checkpoint(world, tmp_path, gradients):
-    row_NP, unit_EP = concatenated(gradients(2), "lm_head")
-    expected = unit_length(row_NP) @ unit_length(unit_EP).T
-    assert_close(scored(world, tmp_path, "tracin", dimension=None, layers="head", checkpoints="last"), expected)
-    parts = [unit_length(r) @ unit_length(u).T for r, u in (concatenated(gradients(c), "lm_head") for c in range(3))]
-    result = scored(world, tmp_path, "tracin", dimension=None, layers="head", weights="equal")
-    assert_close(result, sum(parts) / 3)
-
-
 @pytest.mark.parametrize(("part", "parts"), [("all", [""]), ("body", ["layers.", "norm"]), ("embedding", ["embed"])])
 def test_tracin_of_the_last_checkpoint_is_the_cosine_of_the_selected_parameters(
     part, parts, world, tmp_path, gradients
@@ -131,16 +120,6 @@ def test_units_that_do_not_fit_in_memory_need_further_passes_with_the_same_resul
     assert message == "exact, not projected, in 2 passes over the rows per checkpoint"
     # inner products over matrices of 16 x 32, in other blocks
     assert_close(scored(world, tmp_path / "more", name, memory_mb=1, **settings), expected, rounding(16 * 32))
-
-
-def test_groups_of_units_respect_the_memory_limit(world):
-    inputs = world.inputs()
-    layers = choose_layers(inputs.model, ["all"])
-    units = unit_examples(inputs) * 100
-    groups, _ = unit_groups(layers.blocks, units, 1, whole=True, copies=2)
-    assert groups[0] == slice(0, (1 << 20) // (8 * layers.size))
-    assert groups[-1].stop == 600
-    assert all(a.stop == b.start for a, b in pairwise(groups))
 
 
 # ------------------------------------------------------------------------------------------------- trak
@@ -246,19 +225,6 @@ def test_the_adam_step_equals_that_of_torch():
     torch.testing.assert_close(before - weight.detach(), corrected, rtol=1e-5, atol=1e-5)
 
 
-def test_adam_without_moments_is_refused_if_requested(world, tmp_path):
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for path in (world.root / "env/reference/seed-0").iterdir():
-        if path.is_file() and path.name not in ("optimizer.safetensors", "training.json"):
-            (plain / path.name).symlink_to(path)
-    inputs = world.inputs(checkpoint_paths=(plain,))
-    with pytest.raises(SettingsError, match=r"less.adam: got always.*plain .*1 such"):
-        score_rows(configured_method("less", adam="always"), inputs, tmp_path / "c")
-    result = score_rows(configured_method("less"), inputs, tmp_path / "c")
-    assert "rows represented by Adam's update instead of their gradient" not in result.account.notes
-
-
 # ----------------------------------------------------------------------------------------------- datainf
 
 
@@ -289,11 +255,6 @@ def test_datainf_with_projections_equals_the_closed_form_on_them(world, tmp_path
         expected = expected + datainf_by_inversion(row_NK, unit_EK, row_NK, 0.1 * 8 / size)
     assert_close(result, expected, 1e-3)
     assert account(world, tmp_path, "datainf", dimension=8, layers=layers).features == 16
-
-
-def test_datainf_without_a_gradient_is_refused():
-    with pytest.raises(ModelError, match=r"mean squared gradient .* is 0\.0"):
-        closed_form(np.ones((2, 3)), np.zeros((4, 3)), 0.1)
 
 
 # --------------------------------------------------------------------------------------------- influence
@@ -414,21 +375,6 @@ def test_the_influence_of_a_norm_has_its_exact_fisher_matrix(world, tmp_path, gr
     settings = {"layers": "final_norm", "labels": "true", "curvature": "ekfac"}
     # in its own eigenbasis the corrected eigenvalues are the exact ones
     assert_close(scored(world, tmp_path, "influence", **settings), expected, 5e-3)
-
-
-def test_kfac_does_not_depend_on_the_form_of_unit_gradients(world, tmp_path, monkeypatch):
-    result = []
-    for whole in (True, False):
-        groups = ([slice(0, N_UNITS)], whole)
-        monkeypatch.setattr("grasp.baselines.influence.unit_groups", lambda *_, by=groups, **__: by)
-        result.append(scored(world, tmp_path / str(whole), "influence", layers="all"))
-    assert_close(result[0], result[1], 1e-4)
-
-
-def test_labels_are_drawn_for_the_seed(world, tmp_path):
-    first = scored(world, tmp_path, "influence")
-    assert not np.allclose(first, scored(world, tmp_path, "influence", seed=1), rtol=1e-3)
-    assert not np.allclose(first, scored(world, tmp_path, "influence", labels="true"), rtol=1e-3)
 
 
 # --------------------------------------------------------------------------------------------- bad input

@@ -1,7 +1,5 @@
 """The engine: per-example gradients, inner products and projections equal those by autograd for single examples."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
-from grasp.baselines.gradients.method_settings import LayerSettings
 from grasp.baselines.gradients.projection import Projection
-from grasp.baselines.gradients.whole import UnitGradients, inner_products, run_whole, unit_groups
+from grasp.baselines.gradients.whole import UnitGradients, inner_products, run_whole
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
@@ -120,17 +117,6 @@ def test_memory_limits_do_not_change_results(monkeypatch, elements):
         test_inner_products_and_norms_without_projection_are_exact(family, whole=False)
 
 
-def test_the_backward_pass_ends_at_the_earliest_selected_module():
-    engine = engine_of("llama", ["block:-1"])
-    seen = []
-    first = engine.model.model.model.layers[0].mlp.down_proj
-    handle = first.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
-    engine.run(rows(), lambda *_: None)
-    handle.remove()
-    assert seen == [False]
-    assert all(parameter.grad is None for parameter in engine.model.model.parameters())
-
-
 def test_labels_sampled_from_the_model_give_its_fisher_matrix():
     engine = engine_of("gpt-neox", ["head"])
     row = Example(np.array([3, 5], dtype=np.int32))
@@ -184,23 +170,6 @@ def projection_of(left: int, right: int, *, width: int = 16, seed: int = 0) -> P
     return Projection([block], width, seed=seed, tokens=10, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "form", "rank"),
-    [(40, 50, "dense", 40), (40, 50, "two-sided", 32), (20, 30, "two-sided", 20), (20, 50, "two-sided", 20)],
-)
-def test_two_sided_maps_are_narrow_on_wide_sides_and_signs_on_others(left, right, form, rank, of_form):
-    of_form(form)
-    projection = projection_of(left, right)
-    assert projection.forms == [form]
-    basis = torch.eye(left * right, dtype=torch.float64).view(-1, left, right)
-    map_DK = projection.of_matrix(0, basis)
-    assert torch.linalg.matrix_rank(map_DK[:, 0].view(left, right)) == rank
-    steps = map_DK * 16**0.5 * (1 if form == "dense" else 32 ** (0.5 * ((left > 32) + (right > 32))))
-    torch.testing.assert_close(steps, steps.round())
-    if form == "dense" or max(left, right) <= 32:
-        assert (steps.abs() == 1).all()
-
-
 @pytest.mark.parametrize(("form", "spread"), [("dense", 2 / 16), ("two-sided", 2 / 16 + 4 / 32)])
 def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(form, spread, of_form):
     of_form(form)
@@ -225,16 +194,6 @@ def test_projections_of_blocks_are_independent():
     assert np.abs((value @ value.T - expected) / scale).max() < 4 * np.sqrt(2 / 1024)
 
 
-def test_projections_depend_only_on_the_seed():
-    engine = engine_of("llama", ["block:-1"])
-
-    def value(seed, width=16):
-        return Featurizer.with_projection(engine, width, seed=seed, tokens=10).features(rows())[0]
-
-    assert np.array_equal(value(0), value(0))
-    assert not np.allclose(value(0), value(1), atol=1e-2)
-
-
 # ------------------------------------------------------------------------------------------- factors
 
 
@@ -251,17 +210,6 @@ def test_norms_by_pairs_and_by_matrices_agree():
         expected = (materialise(dense, left) + materialise(ids, left)).flatten(1).square().sum(1)
         close = rounding(left * right + positions, expected)
         torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
-
-
-def test_a_separate_head_is_stored_as_factors_if_whole_gradients_do_not_fit():
-    head = Block("head", ("linear",), 5000, 200, True, False, ("head.weight",), head=True)
-    examples = units() * 10  # of two labels in the mean
-    assert unit_groups([head], examples, 160) == ([slice(0, 40)], True)
-    assert unit_groups([head], examples, 16) == ([slice(0, 40)], False)
-    groups, whole = unit_groups([head], examples, 16, whole=True)
-    assert (len(groups), whole) == (10, True)
-    tied = replace(head, kinds=("embedding", "linear"))
-    assert len(unit_groups([tied], examples, 16)[0]) == 10
 
 
 # ------------------------------------------------------------------------------------------- layers
@@ -284,14 +232,6 @@ def test_keywords_select_parts_of_a_model(family_):
     assert "norm" in norm.name or norm.name.endswith("ln_f")
 
 
-def test_patterns_select_parameters_by_name():
-    assert names(["model.layers.1.mlp"]) == [f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")]
-    assert names(["*.q_proj"]) == [f"model.layers.{k}.self_attn.q_proj" for k in (0, 1)]
-    assert names(["re:.*layers\\.0\\..*(up|down)_proj"]) == [f"model.layers.0.mlp.{x}_proj" for x in ("up", "down")]
-    assert names(["block:0", "!*norm*", "!*.mlp.*"]) == [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
-    assert names(["*.bias"], "gpt-neox")[0] == "gpt_neox.layers.0.input_layernorm"
-
-
 @pytest.mark.parametrize("family_", ["gpt-neox", "gpt2-tied", "phi-head-bias"])
 def test_a_bias_or_a_weight_can_be_selected_alone(family_):
     for pattern in ("*.bias", "*.weight"):
@@ -299,19 +239,6 @@ def test_a_bias_or_a_weight_can_be_selected_alone(family_):
         result = torch.cat([matrix[0].flatten() for matrix in held(engine, rows())])
         wanted = covered(engine, references(engine, rows()[:1])[0])
         torch.testing.assert_close(result, wanted, rtol=0, atol=CLOSE * float(wanted.abs().max()))
-
-
-@pytest.mark.parametrize(
-    ("text", "patterns"),
-    [
-        ("all, !head", ("all", "!head")),
-        ("re:a{1,2}", ("re:a{1,2}",)),
-        ("head, !re:(a|b){1,2},x", ("head", "!re:(a|b){1,2},x")),
-        ("core:x,head", ("core:x", "head")),
-    ],
-)
-def test_a_string_is_split_at_commas_outside_of_expressions(text, patterns):
-    assert LayerSettings(layers=text).layers == patterns
 
 
 @pytest.mark.parametrize(
@@ -378,41 +305,6 @@ def test_parameters_without_per_example_gradients_are_refused():
     network.model.table = nn.Linear(3, 4)
     with pytest.raises(ModelError, match=r"model.table .*loss of a row"):
         PerExample(model, choose_layers(model, ["all"]))
-
-
-def test_a_layer_that_flattens_rows_is_refused():
-    network = llama()
-    inner = network.model.layers[0].mlp.forward
-    network.model.layers[0].mlp.forward = lambda x: inner(x.flatten(0, 1)).view_as(x)
-    model = ReferenceModel(network, NoTokenizer())
-    with pytest.raises(ModelError, match=r"gate_proj .*\(12, 32\)"):
-        PerExample(model, choose_layers(model, ["block:0"]))
-
-
-def test_float16_that_overflows_is_refused():
-    network = llama()
-    network.lm_head.weight.data *= 1e6
-    model = ReferenceModel(network.half(), NoTokenizer())
-    with pytest.raises(ModelError, match="loss is nan in float16"):
-        PerExample(model, choose_layers(model, ["head"]))
-    network = llama()
-    network.model.norm.weight.data.fill_(2e-5)
-    network.lm_head.weight.data = 5e4 * network.lm_head.weight.data.sign()
-    model = ReferenceModel(network.half(), NoTokenizer())
-    engine = PerExample(model, choose_layers(model, ["final_norm"]))
-    with pytest.raises(ModelError, match=r"example 0 of 5: .*float16"):
-        Featurizer.with_projection(engine, 8, seed=0, tokens=8).features(rows())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_types_agree_with_float32(dtype):
-    def cosines(kind):
-        engine = engine_of("gpt-neox", dtype=kind)
-        gradients = UnitGradients.collect(engine, units())
-        product_NE, square_N = inner_products(gradients, rows(), norms=True)
-        return product_NE / np.sqrt(np.outer(square_N, gradients.squared_norms()))
-
-    assert np.abs(cosines(dtype) - cosines(torch.float32)).max() < 0.03
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 
 from grasp.baselines.inrun import STATE, InRun, _trainable_copy
 from grasp.baselines.replay import Replay
@@ -12,7 +11,6 @@ from grasp.errors import ModelError
 from grasp.methods.registry import score_rows
 from grasp.models.gradients import Example
 from grasp.seeds import stream
-from tests.baselines.gradient_world import reference
 from tests.baselines.world import N_ROWS, N_UNITS, Clock, configured_method, matrix
 from tests.faults import Killed
 
@@ -57,24 +55,6 @@ def test_rows_after_the_prefix_score_zero_and_are_counted(world, tmp_path):
     assert (matrix(longer) != 0).all()
 
 
-def test_the_loss_of_the_only_target_is_that_of_all_units(world, tmp_path):
-    together, target = (matrix(scored(world, tmp_path, utility=utility)) for utility in ("global", "target"))
-    np.testing.assert_array_equal(target, np.broadcast_to(together, target.shape))
-
-
-def test_units_of_the_validation_loss_are_sampled_once(world, tmp_path):
-    few = scored(world, tmp_path / "few", utility="global", validation_units=2)
-    assert few.account.counts == {"units not in the validation loss": 4}
-    assert not np.allclose(matrix(few), matrix(scored(world, tmp_path / "all", utility="global")))
-
-
-def test_the_reference_model_is_not_changed(world, tmp_path):
-    inputs = world.inputs()
-    before = inputs.model.fingerprint()
-    scored(world, tmp_path, inputs)
-    assert inputs.model.fingerprint() == before
-
-
 @pytest.mark.parametrize("keep_seconds", [0.0, 60.0])
 def test_a_killed_replay_resumes_from_its_stored_state(world, tmp_path, monkeypatch, keep_seconds):
     monkeypatch.setattr("grasp.baselines.inrun.SAVE_SECONDS", keep_seconds)
@@ -101,11 +81,3 @@ def test_a_single_block_is_scored_without_earlier_rows(world, tmp_path):
     whole = scorer.score(0, N_ROWS)
     np.testing.assert_array_equal(scorer.score(15, 25), whole[15:25])
     np.testing.assert_array_equal(scorer.score(30, 40), np.zeros((10, N_UNITS)))
-
-
-@pytest.mark.parametrize(("dtype", "expected_dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-def test_a_replay_has_weights_of_sufficient_precision(dtype, expected_dtype):
-    model = reference("llama", dtype)
-    copy = _trainable_copy(model)
-    assert copy.dtype == expected_dtype
-    assert model.dtype == dtype

@@ -7,35 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grasp import files
-from grasp.artifact.manifest import SIGNED_MANIFEST
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.checkpoints import training_checkpoints
-from grasp.corpus.row_store import RowStore
 from grasp.errors import ArtifactError
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import load_method, score_rows
 from grasp.models import checkpoint
-from grasp.settings import ModelSettings
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, N_ROWS, N_UNITS, configured_method, matrix
-
-
-def test_blocks_cover_every_row_once_from_anywhere(world):
-    inputs = world.inputs(block_rows=7)
-    assert list(inputs.blocks()) == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(inputs.blocks(14)) == [(14, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(inputs.blocks(16)) == [(16, 21), (21, 28), (28, 35), (35, 40)]
-    assert list(world.inputs().blocks()) == [(0, 16), (16, 32), (32, 40)]
-
-
-def test_texts_equal_those_of_the_corpus(world):
-    inputs = world.inputs()
-    for unit in inputs.units.units:
-        row = int(unit.unit_id.removeprefix("facts-"))
-        (text,) = inputs.texts(row, row + 1)
-        assert (unit.prompt + unit.completion).startswith(text)
-    assert len(inputs.texts(0, N_ROWS)) == N_ROWS
+from tests.baselines.world import METHODS, N_UNITS, configured_method, matrix
 
 
 def test_rows_and_units_are_the_artifact_s(world):
@@ -65,20 +44,6 @@ class CopiedArtifact:
 def test_rows_without_tokens_are_refused(copied):
     shutil.rmtree(copied.path / "tokens")
     with pytest.raises(ArtifactError, match=r"rebuild it with keep_tokens: true"):
-        _ = copied.inputs().store
-
-
-def test_tokens_of_another_corpus_are_refused(copied):
-    store, inputs = copied.path / "tokens/store.json", copied.inputs()
-    summary = RowStore.signed.read(store.parent)
-    store.write_text(store.read_text().replace(inputs.store.fingerprint, "0" * 32))
-    with pytest.raises(ArtifactError, match=r"store\.json: .*checksum [0-9a-f]{32}"):
-        _ = copied.inputs().store
-    RowStore.signed.write(store.parent, summary.model_copy(update={"fingerprint": "0" * 32}))
-    manifest = inputs.artifact.manifest
-    noted = manifest.rows_kept | {"tokens/store.json": files.entry_of(store)}  # by somebody who signs what he exchanged
-    SIGNED_MANIFEST.write(copied.path, manifest.model_copy(update={"rows_kept": noted}))
-    with pytest.raises(ArtifactError, match=r"corpus changed .*0{32}, was [0-9a-f]+"):
         _ = copied.inputs().store
 
 
@@ -118,22 +83,3 @@ def test_a_model_without_a_directory_is_its_only_checkpoint(name, world, on_a_hu
     inputs = world.inputs()
     expected = matrix(score_rows(configured_method(name, **settings), inputs, tmp_path / "disk"))
     np.testing.assert_array_equal(result, expected)
-
-
-def test_a_checkpoint_has_the_tokenizer_of_a_gguf_file(tmp_path, monkeypatch):
-    file = tmp_path / "tiny.gguf"
-    file.touch()
-    monkeypatch.setattr(checkpoint, "require", lambda module, **_: None)
-    monkeypatch.setattr(
-        checkpoint,
-        "_from_pretrained",
-        lambda kind, field, what, name, settings: (field, checkpoint._load_arguments(field, name, settings)),
-    )
-    field, where = checkpoint.tokenizer_of(ModelSettings(path=str(tmp_path), tokenizer=str(file)))
-    assert field == "model.tokenizer"
-    assert where == {
-        "pretrained_model_name_or_path": str(tmp_path),
-        "gguf_file": "tiny.gguf",
-        "local_files_only": True,
-        "trust_remote_code": False,
-    }

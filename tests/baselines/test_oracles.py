@@ -6,11 +6,8 @@ from scipy import stats
 
 from grasp.artifact.label_table import LabelColumn
 from grasp.baselines import oracles
-from grasp.errors import RunsError
 from grasp.predict.families import parse_family
-from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.training_runs import Utilities
-from tests.runs.worlds import ROWS, create
 
 LABELS = LabelColumn.from_values([f"v{i % 6}" for i in range(300)], "topic")
 
@@ -103,27 +100,6 @@ def test_a_held_out_subset_does_not_affect_its_prediction():
     np.testing.assert_array_equal(after[7], before[7])
     assert np.abs(after - before).max() > 1
     np.testing.assert_array_equal(before, oracles.cross_fit(oracles.ridge_out, x, y, folds=5, seed=0))
-
-
-def test_an_oracle_is_evaluated_like_any_other_prediction(tmp_path):
-    env = create(tmp_path, n_subsets=12)
-    rng = np.random.default_rng(3)
-    for run in env.pending():
-        env.write_run(run, rng.normal(size=5))
-    features = oracles.mask_features(env.subset_blocks(ROWS))
-    report = evaluate_predictions(env, [oracles.oracle("ridge", features, env.utilities())], resamples=9)
-    assert report.methods[0].method == "oracle-ridge-masks"
-    assert report.methods[0].targets[0]["task_rho"].value is not None
-
-
-def test_too_few_subsets_and_missing_features_are_refused():
-    blocks, utilities = world(3)
-    features = oracles.fraction_features(blocks, LABELS)
-    with pytest.raises(RunsError, match="got 3 subsets and 3 folds"):
-        oracles.oracle("ridge", features, utilities)
-    blocks, utilities = world(8)
-    with pytest.raises(RunsError, match=r"5 subsets .*'evaluation-000003'"):
-        oracles.oracle("ridge", features, utilities)
 
 
 @pytest.mark.parametrize("fit", ["ridge_out", "lasso_out"])

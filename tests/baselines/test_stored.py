@@ -1,17 +1,14 @@
 """Stored scores: complete or absent, identified by all inputs, and refused if they are not finite."""
 
 import copy
-import fcntl
-import shutil
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
-from grasp.baselines.stored import LOCK, BlockMethod, RowScorer, cached, identity, result_directory
-from grasp.errors import ArtifactError, ModelError, SettingsError, ShapeError
+from grasp.baselines.stored import BlockMethod, RowScorer, identity
+from grasp.errors import ModelError, ShapeError
 from grasp.methods.contract import Account, NoSettings
 from grasp.methods.registry import load_method
 from tests.baselines.world import METHODS, N_ROWS, N_UNITS, Clock, configured_method, matrix
@@ -92,26 +89,6 @@ def test_invalid_scores_are_refused_and_not_stored(attributes, error, message, w
     assert not list(tmp_path.glob("fake-*/method.json"))
 
 
-def test_names_of_stored_scores_depend_on_the_settings(world):
-    inputs = world.inputs()
-
-    def name(method):
-        return result_directory(inputs.artifact.path, identity(method, inputs)).name
-
-    names = [
-        name(configured_method("bm25").method),
-        name(configured_method("bm25", seed=1).method),
-        name(configured_method("bm25", k1=1.3).method),
-        name(kind(version=2)()),
-        name(kind()()),
-        name(kind(requires=frozenset({"model"}))()),
-        name(kind(requires=frozenset({"model", "checkpoints"}))()),
-        name(kind(requires=frozenset({"runs"}))()),
-    ]
-    assert len(set(names)) == len(names)
-    assert names[0] == name(configured_method("bm25").method)
-
-
 def other(inputs, **changes):
     """The material of an artifact that differs: `fingerprints` of its manifest, or settings of its targets."""
     manifest = inputs.artifact.manifest
@@ -142,57 +119,3 @@ def test_names_of_stored_scores_depend_on_the_inputs_of_the_artifact(name, world
     for what, differs in decides.items():
         assert (identity(method, other(inputs, fingerprints={what: "f" * 32})) != expected) == differs, what
     assert (identity(method, other(inputs, max_length=9)) != expected) == ("tokens" in requires)
-
-
-def test_names_of_stored_scores_depend_on_adam_moments_if_used(world, tmp_path):
-    run = shutil.copytree(world.root / "env/reference/seed-0", tmp_path / "run")
-
-    def names():
-        inputs = world.inputs(checkpoint_paths=(run,))
-        return [identity(configured_method("less", adam=adam).method, inputs) for adam in ("auto", "never")]
-
-    with_moments = names()
-    assert names() == with_moments
-    path = run / "checkpoint-8/optimizer.safetensors"
-    state = load_file(path)
-    save_file({name: tensor + 1 for name, tensor in state.items()}, path)
-    other_moments = names()
-    path.unlink()
-    without = names()
-    assert len({str(result[0]) for result in (with_moments, other_moments, without)}) == 3
-    assert with_moments[1] == other_moments[1] == without[1]
-
-
-def test_two_processes_do_not_compute_the_same_scores(world, tmp_path):
-    inputs, method = world.inputs(), kind()()
-    place = result_directory(tmp_path, identity(method, inputs))
-    place.mkdir()
-    with (place / LOCK).open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(ArtifactError, match="locked by another process"):
-            method.scores(inputs, tmp_path)
-    assert method.calls == []
-
-
-def test_a_damaged_result_is_refused(world, tmp_path):
-    inputs = world.inputs()
-    kind()().scores(inputs, tmp_path)
-    next(tmp_path.rglob("scores.npy")).write_bytes(b"no array")
-    with pytest.raises(SettingsError, match=r"scores.npy: truncated: .*delete"):
-        kind()().scores(inputs, tmp_path)
-
-
-def test_the_error_of_an_unwritable_cache_says_what_to_do(world, tmp_path):
-    (tmp_path / "file").write_text("")
-    inputs = world.inputs()
-    with pytest.raises(SettingsError, match=r"stored .*copy the artifact"):
-        kind()().scores(inputs, tmp_path / "file")
-
-
-def test_intermediate_results_are_computed_once(tmp_path):
-    calls = []
-    for _ in range(2):
-        stored = cached(tmp_path / "a.safetensors", lambda: calls.append(1) or {"x": np.arange(6).reshape(2, 3).T})
-        np.testing.assert_array_equal(stored["x"], np.arange(6).reshape(2, 3).T)
-    assert calls == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grasp.artifact.writer import lock_artifact
-from grasp.cli.console import program
-from tests.cli.grasp_command import assert_same_arrays, refused, run, succeed
+from tests.cli.grasp_command import assert_same_arrays, refused, succeed
 from tests.mentions import assert_mentions
 from tests.pipeline.world import write_corpus
 
@@ -68,9 +66,7 @@ LACKS = "model.norm.weight"
         ({"model.norm.weight": torch.ones(7)}, LACKS),
         ("cut short", "causal LM"),
         ({"num_attention_heads": 0}, ""),
-        ({"model_type": ["a"]}, ""),
         ({"vocab_size": -1}, ""),
-        ({"num_hidden_layers": 10**7}, ""),
         ({"intermediate_size": 10**15}, ""),
         ("[1, 2]", ""),
         ("[" * 100_000, ""),
@@ -102,29 +98,17 @@ def test_a_damaged_checkpoint(build, root, tmp_path, damage, word):
         ("features.tua=1", "features.tua: no such field, got 1 (did you mean tau?)"),
         ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
         ("features.tau=.nan", "features.tau: Input should be a finite number"),
-        ("features=3", "features: expected fields with names"),
-        ("features.summary_positions=tail:0", "features.summary_positions: expected all, tail:N or stride:N"),
         ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
-        ("features.seed=-1", "features.seed: Input should be greater than or equal to 0"),
         ("targets.names=sciq", "targets.names: expected a list"),
         ("corpus.prompt=Q: {question}", ": or {}"),
         ("features.tau", "--set: got `features.tau`, expected name=value"),
-        ("features.tau={", "--set features.tau: not YAML"),
         ("a=!!python/name:os.kill", "--set a: not YAML: could not determine a constructor"),
         ("model.path=a\nb", "model.path: `a b`: no such file or directory"),
-        ("features.tau=2024-13-45", "--set features.tau: not YAML: month must be in 1..12"),
-        (f"targets.seed={'9' * 5000}", "--set targets.seed: not YAML: Exceeds the limit"),
         (f"features.tau={'[' * 3000}{']' * 3000}", "--set features.tau: not YAML: maximum recursion depth"),
     ],
 )
 def test_a_wrong_setting(build, assignment, word):
     assert word in refused(*build("--set", assignment))
-
-
-def test_every_wrong_setting_is_in_one_message(build):
-    message = refused(*build("--set", "features.tau=0", "--set", "shard_rows=x", "--dtype", "int4", "--rule", "most"))
-    assert message.count("; ") == 3
-    assert all(name in message for name in ("features.tau", "shard_rows", "model.dtype", "features.rule"))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +117,6 @@ def test_every_wrong_setting_is_in_one_message(build):
         (b"- 1", "got list, expected a mapping of settings"),
         (b"a: [", "not YAML: while parsing a flow node"),
         (b"a: 1\nb: {x: 1}\n\na: 2\n", "line 4: duplicate key 'a', first in line 1"),
-        (b"a:\n  b: {x: 1, y: [{z: 1, z: 1}]}\n", "line 2: duplicate key 'z', first in line 2"),
         (b"\xff", "not YAML: "),
         (b"a: " + b"x" * (5 << 20), "more than 4,194,304 bytes"),
         (None, "no such settings file"),
@@ -156,14 +139,6 @@ def test_an_artifact_at_an_unusable_path_is_refused(root, tmp_path):
         assert re.match(rf"{re.escape(str(out))}: (is a file|cannot be written to)", message)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_path_without_permission_is_reported_without_a_traceback(art, tmp_path, monkeypatch):
-    monkeypatch.setattr("grasp.files.temporary_path", lambda path: path.with_name(f"{path.name}.part"))
-    (tmp_path / "out.parquet.part").symlink_to("/dev/full")
-    assert "No space left on device" in refused("predict", art, "--by", "topic", "--out", tmp_path / "out.parquet")
-    assert not (tmp_path / "out.parquet").exists()
-
-
 def test_a_second_build_on_a_locked_artifact(root, tmp_path):
     arguments = ("build", "--config", root / "settings.yaml", "--out", tmp_path / "art")
     with lock_artifact(tmp_path / "art"):
@@ -174,85 +149,22 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
 # damaged artifacts
 
 
-def test_verify_names_every_broken_file_and_a_reader_the_first(own_art):
-    chunk = own_art / "arrays/relevance_output_layer/00003.npy"
-    size = chunk.stat().st_size
-    os.truncate(chunk, size - 7)
-    (own_art / "arrays/relevance_output_layer/00005.npy").unlink()
-    first, second, last = run("verify", own_art).lines
-    assert first.startswith("broken: arrays/relevance_output_layer/00003.npy: ")
-    assert second == "broken: arrays/relevance_output_layer/00005.npy: missing"
-    assert last.endswith(": 2 broken")
-    for arguments in (["score", own_art, "--target", "facts"], ["predict", own_art, "--by", "topic"]):
-        assert refused(*arguments).startswith(f"{chunk}: truncated: {size - 7} of {size} bytes; `grasp verify`")
-
-
 # full disks and kills
 
 
-@pytest.mark.parametrize(
-    ("kilobytes", "changes", "pattern"),
-    [
-        (500, ("residual_width=1024",), r"art: shards/0000([1-9]) .*; \1 of 9 shards are finished"),
-        (300, ("sample_positions=1000000",), r"art/work/\w+/batches: shard-0000(\d) .*; \1 parts are complete"),
-        (60, (), r"art/tokens: shard-0000(\d) .*; \1 parts are complete"),
-    ],
-    ids=["in the middle of a shard", "during the forward pass", "without room for the rows"],
-)
-def test_a_disk_that_is_full(kilobytes, changes, pattern, root, art, tmp_path, small_disk):
-    assigned = [part for change in changes for part in ("--set", f"features.{change}")]
-    arguments = ["build", "--config", root / "settings.yaml", *assigned, "--out"]
-    out = small_disk(kilobytes) / "art"
+def test_a_disk_that_is_full(root, tmp_path, small_disk):
+    """Fill the disk in the middle of a shard; tests/store has the laws of every kind of store."""
+    arguments = ["build", "--config", root / "settings.yaml", "--set", "features.residual_width=1024", "--out"]
+    out = small_disk(500) / "art"
     message = refused(*arguments, out)
-    match = re.match(f"{out.parent}/{pattern}", message)
+    match = re.match(rf"{out}: shards/0000([1-9]) .*; \1 of 9 shards are finished", message)
     assert match, message
     assert_mentions(message, "no space left", "--resume")
-    if "shards" in pattern:
-        assert f"{match[1]} of 9 shards" in refused("info", out)
+    assert f"{match[1]} of 9 shards" in refused("info", out)
     small_disk(20_000)
     succeed("build", "--resume", "--out", out)
-    if changes:
-        succeed(*arguments, tmp_path / "whole")
-    assert_same_arrays(out, tmp_path / "whole" if changes else art)
-
-
-@pytest.mark.parametrize(
-    ("command", "place", "left"),
-    [
-        (
-            "build --out new --model m",
-            ("grasp.pipeline.build", "build"),
-            "finished parts are kept",
-        ),
-        ("score art", ("grasp", "open"), "results are written"),
-    ],
-)
-def test_ctrl_c_reports_what_is_retained(command, place, left, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    module, name = place
-    monkeypatch.setattr(
-        import_module(module), name, stop, raising=False
-    )  # grasp loads its names when they are asked for
-    outcome = run(*command.split())
-    assert outcome.code == 130
-    assert [line.startswith(f"stopped: {left}") for line in outcome.complaints] == [True]
-
-
-@pytest.mark.parametrize(
-    ("installed_path", "argv0", "expected"),
-    [
-        ("/usr/bin/grasp", "/a b/.venv/bin/grasp", "grasp"),
-        (None, ".venv/bin/grasp", ".venv/bin/grasp"),
-        (None, "/a b/.venv/bin/grasp", "'/a b/.venv/bin/grasp'"),
-        (None, "src/grasp/__main__.py", f"{sys.executable} -m grasp"),
-    ],
-)
-def test_suggested_commands_name_the_program_as_it_can_be_run(installed_path, argv0, expected, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda _: installed_path)
-    monkeypatch.setattr(sys, "argv", [argv0])
-    assert program() == expected
+    succeed(*arguments, tmp_path / "whole")
+    assert_same_arrays(out, tmp_path / "whole")
 
 
 @pytest.mark.slow  # a second interpreter loads torch and transformers

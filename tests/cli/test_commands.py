@@ -9,28 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.api.predict import prediction_table
-from grasp.artifact.inspection import info, verify
-from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
-from grasp.paper.protocol import CalibrationSettings
-from grasp.paper.terms import CalibrationFamily
-from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
-from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.store import remote
-from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.mentions import assert_mentions
 from tests.pipeline.world import write_targets
-
-GEOMETRY = {
-    "name": "with geometry",
-    "match": {"output_layer": 1.0, "pooled": 0.5},
-    "components": {"joint.pair": -0.25, "product.self": 0.1},
-}
-
 
 KERNELS = ("output_layer", "embedding", "knn")
 
@@ -181,28 +166,6 @@ def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_p
     assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
 
 
-def test_info_prints_the_manifest(art):
-    artifact, text = ArtifactReader.open(art), succeed("info", art)
-    assert text.lines[0].startswith(f"{art}: format 2, {artifact.n_rows} rows, ")
-    assert "targets: facts (6 units)" in text.out
-    printed = {line["array"]: line for line in table(text.out, "arrays")}
-    assert set(printed) == set(artifact.array_names)
-    assert printed["relevance_output_layer"]["shape"] == f"{artifact.n_rows} x 6"
-    assert artifact.manifest.fingerprints["corpus"] in text.out
-    assert repr(info(art)) == text.out.rstrip("\n")  # a notebook shows the same
-    data = json.loads(succeed("info", art, "--json").out)
-    assert data["settings"] == artifact.manifest.settings
-    assert data["targets"] == {"facts": 6}
-    assert data["bytes_total"] == sum(entry.bytes for entry in artifact.manifest.files.values())
-
-
-def test_verify_counts_the_files_that_it_read(art):
-    report = verify(art)
-    (line,) = succeed("verify", art).lines
-    assert line.startswith(f"{art}: artifact, {report.n_files} files, ")
-    assert line.endswith(": all files intact")
-
-
 # score
 
 
@@ -215,28 +178,6 @@ def test_score_prints_the_rows_of_a_sort_by_effect(art):
     assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
     np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)
     assert all(rows[i]["snippet"].startswith(line["text"][:20]) for i, line in zip(order, printed, strict=True))
-
-
-@pytest.mark.parametrize("kernel", ["pooled", "embedding"])
-def test_score_by_another_kernel_of_some_rows(art, kernel):
-    flags = ["--top", 4, "--match", kernel, "--min-tokens", 30]
-    out = succeed("score", art, "--target", "facts", *flags).out
-    effect_N = effects(art, (kernel,))
-    tokens_N = np.array(pq.read_table(art / "rows.parquet")["n_tokens"])
-    order = [i for i in np.argsort(-effect_N) if tokens_N[i] >= 30][:4]
-    printed = table(out, f"the {len(order)} most helpful")
-    np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)
-
-
-def test_score_for_one_unit_uses_the_relevance_to_that_unit(art):
-    relevance_N = arrays(art)["relevance_output_layer"].astype(float)[:, 2]
-    unit = ArtifactReader.open(art).units["unit_id"].to_pylist()[2]
-    command = ["score", art, "--target", "facts", "--match", "output_layer", "--top", 5]
-    printed = table(succeed(*command, "--unit", unit).out, "the 5 most helpful")
-    row_ids = pq.read_table(art / "rows.parquet")["row_id"].to_pylist()
-    score_N = np.where(relevance_N < 0, 0.25 * relevance_N, relevance_N)
-    assert [line["row_id"] for line in printed] == [row_ids[i] for i in np.argsort(-score_N, kind="stable")[:5]]
-    assert_mentions(refused(*command, "--unit", "none"), "unit: facts ", "'none'", " 6, ")
 
 
 def test_a_missing_kernel_is_refused_by_score_and_predict(art, tmp_path):
@@ -301,63 +242,6 @@ def weighted_change(weight_N: np.ndarray, effect_N: np.ndarray) -> float:
     seen_N = weight_N * (weight_N > 0).sum() / weight_N.sum()
     exposure_N = np.where(seen_N <= 1, seen_N, 1 + 15.4 * (1 - np.exp(-(seen_N - 1) / 15.4)))
     return (exposure_N @ (effect_N + 0.4)) / (weight_N > 0).sum() - 0.4
-
-
-def test_weights_of_expressions_multiply(art, tmp_path):
-    effect_N, sky_N, earth_N = effects(art), topics(art) == "sky", topics(art) == "earth"
-    weight_N = np.where(sky_N, 0.3, 1.0) * np.where(earth_N, 0.0, 1.0) * np.where(sky_N | earth_N, 2.0, 1.0)
-    flags = ["--weight", "topic = 'sky' AND 'a:b' = 'a:b':0.3", "--weight", "topic = 'earth': 0"]
-    flags += ["--weight", "topic IN ('sky', 'earth'): 2"]
-    lines = succeed("predict", art, *flags, "--out", tmp_path / "p.parquet").lines
-    changed, n = int((sky_N | earth_N).sum()), len(effect_N)
-    percent = f"{100 * changed / n:.1f} %"
-    assert_mentions(lines[0], f"weight of {changed} of {n} rows ({percent})", f"drops {earth_N.sum()} ")
-    (line,) = lines_of(tmp_path / "p.parquet")
-    assert line["change"] == pytest.approx(weighted_change(weight_N, effect_N), abs=1e-6)
-
-
-def test_subsets_of_a_file_are_predicted_as_those_of_the_library(art, tmp_path):
-    artifact, out = ArtifactReader.open(art), tmp_path / "out.parquet"
-    labels, index = LabelTable(artifact.rows_path).column("topic"), RowIndex.from_parquet(artifact.rows_path)
-    for family in ("uniform:0.3", "mixture:topic", "groups:topic", "bernoulli:0.5"):
-
-        def drawn(family=family):
-            return parse_family(family).draw(7, n_rows=artifact.n_rows, labels=labels, seed=5, purpose="drawn")
-
-        expected = prediction_table(Predictor.from_artifact(artifact), artifact, drawn()).read_all()
-        write_subsets(tmp_path / "subsets.parquet", drawn(), index)
-        succeed("predict", art, "--subsets", tmp_path / "subsets.parquet", "--out", out)
-        assert pq.read_table(out).equals(expected)
-    many = parse_family("uniform:0.3").draw(100, n_rows=artifact.n_rows, labels=None, seed=5, purpose="drawn")
-    write_subsets(tmp_path / "many.parquet", many, index)
-    assert "... and 70 more lines" in succeed("predict", art, "--subsets", tmp_path / "many.parquet").out
-
-
-def test_units_are_printed_on_separate_lines(art, tmp_path):
-    command = ["predict", art, "--keep", "topic = 'sky'", "--units"]
-    succeed(*command, "--out", tmp_path / "p.parquet")
-    (task, *unit_lines) = lines_of(tmp_path / "p.parquet")
-    units = ArtifactReader.open(art).units["unit_id"].to_pylist()
-    assert (task["unit_id"], [line["unit_id"] for line in unit_lines]) == (None, units)
-    for e, line in enumerate(unit_lines):
-        effect_N = effects(art, columns=[e])
-        assert line["change"] == pytest.approx(effect_N[topics(art) == "sky"].mean(), abs=1e-5)
-    assert all(unit in succeed(*command).out for unit in units)
-
-
-def test_components_without_variance_are_ignored_with_a_note(art, tmp_path):
-    artifact, calibration = ArtifactReader.open(art), {"family": "groups:topic", "n_subsets": 2}
-
-    def are_alike(seed: int) -> bool:
-        family = CalibrationFamily.from_calibration(CalibrationSettings(**calibration, seed=seed), artifact)
-        (block,) = family.blocks(artifact.n_rows)
-        return block.weights_BN[[0]].indices.tolist() == block.weights_BN[[1]].indices.tolist()
-
-    alike = next(seed for seed in range(100) if are_alike(seed))
-    write_yaml({**GEOMETRY, "calibration": calibration | {"seed": alike}}, tmp_path / "protocol.yaml")
-    for flags in (["--keep", "topic = 'sky'"], ["--by", "topic"]):
-        outcome = succeed("predict", art, *flags, "--protocol", tmp_path / "protocol.yaml")
-        assert "ignored, no variance: output_layer, pooled, joint.pair, product.self" in outcome.lines
 
 
 def test_by_reports_the_effect_of_every_value(art, tmp_path):

@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
-from grasp.files import UNSIGNED, entry_of, with_checksum
+from grasp.files import entry_of
 from grasp.results import Result
 from grasp.runs.retrained import RetrainedRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
@@ -78,15 +77,6 @@ def test_select_writes_rows_with_the_predicted_change(art, tmp_path):
     assert read_summary(SelectionSummary, tmp_path / "kept.json", artifact).value == summary["value"]
 
 
-def test_a_summary_of_another_corpus_is_refused(art, tmp_path):
-    succeed("select", art, "--budget", "25%", "--out", tmp_path / "kept.parquet")
-    path = tmp_path / "kept.json"
-    theirs = json.loads(path.read_text()) | {"corpus": "c0ffee", "checksum": UNSIGNED}
-    path.write_bytes(with_checksum(json.dumps(theirs, indent=1).encode()))
-    with pytest.raises(SettingsError, match="'c0ffee'"):
-        read_summary(SelectionSummary, path, ArtifactReader.open(art))
-
-
 @pytest.fixture(autouse=True)
 def first_notes(monkeypatch):
     monkeypatch.setattr(Result, "all_notes", False)
@@ -99,34 +89,6 @@ def test_select_prints_few_lines_and_all_of_them_with_notes(art):
     assert few[-1].endswith("(--notes; in Python .notes)")
     assert {*few[:-1]} < {*notes}
     assert any(line.startswith("other budgets") for line in notes)
-
-
-def test_select_prints_the_largest_of_many_values_and_counts_the_rest(art):
-    out = succeed("select", art, "--budget", "10", "--target", "facts", "--by", "row_id").out
-    assert out.count("row-") == 30
-    assert re.search(r"\b35 more values.*\b0\b", out)
-
-
-def test_select_respects_floors_caps_and_exclusions(art, tmp_path):
-    names = ArtifactReader.open(art).rows(np.arange(5))["row_id"].to_pylist()
-    (tmp_path / "seen.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*names, "unheard of"]).encode())
-    (tmp_path / "none.txt").write_text("\n")
-    out = tmp_path / "kept.parquet"
-    flags = ("--budget", "20", "--target", "facts", "--by", "topic", "--floor", "sky:60%", "--cap", "life:3")
-    limits = ("--exclude", tmp_path / "seen.txt", "--exclude-where", "topic = 'earth' AND n_tokens < 20", "--notes")
-    outcome = succeed("select", art, *flags, *limits, "--out", out)
-    table = pq.read_table(out)
-    topics = table["topic"].to_pylist()
-    assert topics.count("sky") >= 12
-    assert topics.count("life") <= 3
-    assert not set(table["row_id"].to_pylist()) & set(names)
-    assert all(n >= 20 for n, topic in zip(table["n_tokens"].to_pylist(), topics, strict=True) if topic == "earth")
-    assert_mentions(outcome.lines, f"{tmp_path / 'seen.txt'}: ", "6 names", "5 rows", "1 ")
-    assert_mentions(outcome.lines, "topic = 'earth' AND n_tokens < 20: ")
-    (life,) = [cells(line) for line in outcome.lines if line.startswith("life ")]
-    assert (life[1], *life[-2:]) == (str(topics.count("life")), "-", "3")
-    printed = succeed("select", art, *flags, "--exclude", tmp_path / "none.txt", "--notes").lines
-    assert_mentions(printed, f"{tmp_path / 'none.txt'}: ", "empty")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -152,47 +114,6 @@ def test_select_exports_selected_and_other_rows_that_build_reads(kind, art, root
     succeed("build", "--config", root / "settings.yaml", "--set", f"corpus.path={out}", "--out", tmp_path / "again")
     rebuilt = ArtifactReader.open(tmp_path / "again")
     assert rebuilt.rows(np.arange(rebuilt.n_rows))["row_id"].to_pylist() == [line["row_id"] for line in lines]
-
-
-def test_select_exports_whole_documents_and_reports_the_added_rows(art, root, tmp_path):
-    flags = ("--budget", "50%tokens", "--target", "facts", "--documents", "any", "--format", "jsonl")
-    files = ("--ids-out", tmp_path / "kept.txt", "--export", tmp_path / "kept", "--left-out", tmp_path / "gone")
-    out = succeed("select", art, *flags, *files, "--out", tmp_path / "kept.parquet").out
-    names = (tmp_path / "kept.txt").read_text().splitlines()
-    rows = {name.split("#")[0] for name in pq.read_table(tmp_path / "kept.parquet")["row_id"].to_pylist()}
-    exported, gone = ((tmp_path / name / "part-00000.jsonl").read_text().splitlines() for name in ("kept", "gone"))
-    assert set(names) == rows == {json.loads(line)["row_id"] for line in exported}
-    originals = (root / "corpus.jsonl").read_text().splitlines()
-    assert sorted(map(str, map(json.loads, [*exported, *gone]))) == sorted(map(str, map(json.loads, originals)))
-    assert f"{tmp_path / 'gone'}: {len(gone)} documents" in out
-    assert re.search(rf"documents \(any\): {len(names)} .*[\d,]+ tokens", out)
-
-
-def test_select_reports_text_in_no_row_and_replaced_files(art, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "kept.parquet").write_text("of another day")
-    opened = grasp.open(art)
-    counts = opened.files.manifest.skipped["rows"]["counts"]
-    monkeypatch.setitem(counts, "short_end", 2)
-    monkeypatch.setitem(counts, "empty", 1)
-    monkeypatch.setattr(grasp, "open", lambda _: opened)
-    command = ("select", art, "--budget", "50%", "--target", "facts", "--out", "kept.parquet", "--notes")
-    rows, whole = succeed(*command), succeed(*command, "--documents", "any", "--export", "kept")
-    assert_mentions(rows.lines, "2 short last rows of long documents", "1 empty")
-    assert "short last rows" not in whole.out  # they come along
-    assert "note: --out: overwriting kept.parquet" in rows.err
-
-
-def test_a_budget_in_tokens_reports_the_unused_tokens(art):
-    out = succeed("select", art, "--target", "facts", "--by", "topic", "--budget", "50%tokens", "--notes").out
-    share = SHARES.search(out)
-    assert share is not None
-    artifact = ArtifactReader.open(art)
-    half = sum(artifact.rows(np.arange(artifact.n_rows))["n_tokens"].to_pylist()) // 2
-    is_short = int(share[4].replace(",", "")) < half
-    assert (f"of {half:,} tokens" in out) == is_short
-    assert "optimal" not in out
-    assert "by effect until none fits" in out
 
 
 ODD = ("(no label)", None, "", "*", "a: b", 'it\'s "quoted" $HOME', "L" * 300 + "1", "L" * 300 + "2")
@@ -230,17 +151,6 @@ def test_label_values_have_one_name_in_tables_floors_and_caps(odd, tmp_path):
     assert float(star[3].rstrip("%")) <= 1
 
 
-def test_a_missing_corpus_is_reported_before_the_work(art, root, tmp_path):
-    command = ("select", art, "--target", "facts", "--budget", "10", "--export", tmp_path / "kept")
-    assert refused(*command, "--corpus", "nowhere.jsonl").startswith("nowhere.jsonl: no such file")
-    (root / "corpus.jsonl").rename(root / "moved.jsonl")
-    try:
-        message = refused(*command)
-    finally:
-        (root / "moved.jsonl").rename(root / "corpus.jsonl")
-    assert_mentions(message, str(root / "corpus.jsonl"), "`corpus`")
-
-
 # mix
 
 
@@ -263,10 +173,6 @@ def test_mix_writes_weights_with_the_predicted_change(art, tmp_path):
         read_summary(SelectionSummary, tmp_path / "mixture.json", artifact)
 
 
-def test_a_label_with_a_different_value_for_every_row_can_be_used(art):
-    succeed("mix", art, "--target", "facts", "--by", "row_id", "--floor", "row-1:50%")
-
-
 # how far to trust it
 
 
@@ -281,12 +187,6 @@ def test_intervals_in_nats_are_columns_next_to_the_change(command, art, env, tmp
     assert_mentions(" ".join(json.loads((tmp_path / "r.json").read_text())["notes"]), "dev", "recipe tiny", "2 seeds")
 
 
-def test_mixtures_outside_the_runs_are_reported(art, tmp_path):
-    halves = environment(tmp_path / "halves", art, "uniform:0.5")
-    out = succeed("select", art, "--budget", "10%", "--target", "facts", "--runs", halves.path).out
-    assert re.search("outside.*runs.*interval", out)
-
-
 def test_held_out_environments_are_refused(art, tmp_path):
     held = environment(tmp_path / "held", art, role="held-out").path
     for command in (
@@ -295,20 +195,3 @@ def test_held_out_environments_are_refused(art, tmp_path):
         ["mix", art, "--by", "topic", "--target", "facts"],
     ):
         assert_mentions(refused(*command, "--runs", held), "held", "held out", "development")
-
-
-def test_rows_of_a_table_of_subsets_are_excluded(art, tmp_path):
-    rows = ArtifactReader.open(art).rows(np.arange(30))["row_id"].to_pylist()
-    pq.write_table(pa.table({"row_id": rows}), tmp_path / "seen.parquet")
-    out = tmp_path / "kept.parquet"
-    command = ("select", art, "--target", "facts", "--exclude", tmp_path / "seen.parquet")
-    succeed(*command, "--budget", "10", "--out", out)
-    assert not set(pq.read_table(out)["row_id"].to_pylist()) & set(rows)
-    assert re.search("budget: .*excluded", refused(*command, "--budget", "100%"))
-
-
-def test_label_names_are_case_insensitive(art):
-    commands = (("predict", "--by"), ("select", "--budget", "10", "--by"))
-    for command, *flags in commands:
-        lower, upper = (succeed(command, art, "--target", "facts", *flags, name).out for name in ("topic", "TOPIC"))
-        assert upper == lower or command == "predict"  # whose title is as it was asked

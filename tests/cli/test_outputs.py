@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import grasp
-import grasp.vision.detect
-from grasp.errors import SettingsError
 from tests.artifact.artifact_world import contents
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import refused
 from tests.mentions import assert_mentions
 
 COMMANDS = {
@@ -51,20 +48,6 @@ def test_an_output_does_not_replace_an_input(command, root, art, reads, tmp_path
     assert Path("/dev/null").is_char_device()
 
 
-def test_the_extension_of_an_output_is_checked_before_the_work(art, tmp_path, monkeypatch):
-    for command, owner in (("score", grasp.Artifact), ("predict", grasp.Artifact), ("detect", grasp.vision.detect)):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, command, None)  # who begins to work fails
-            words = [str(art) if word == "ART" else word for word in COMMANDS[command]]
-            assert_mentions(refused(*words, tmp_path / "x.txt"), "x.txt", ".parquet", ".csv")
-    monkeypatch.setattr("grasp.predict.predictor.Predictor.from_artifact", None)
-    for verb in (lambda out: grasp.open(art).score("facts", out=out), lambda out: grasp.open(art).predict(out=out)):
-        with pytest.raises(SettingsError, match=r"out: .*x\.txt.*\.parquet"):
-            verb(tmp_path / "x.txt")
-        with pytest.raises(SettingsError, match=r"out: .*facts\.jsonl.*target"):
-            verb(art.parent / "facts.jsonl")
-
-
 def test_files_passed_as_options_are_not_replaced(art, tmp_path):
     mine = tmp_path / "mine.parquet"
     mine.write_text("mine")
@@ -92,14 +75,3 @@ def test_an_output_directory_is_not_inside_an_input(art, root, reads, tmp_path, 
             )
     assert contents(root) == reads
     assert contents(tmp_path) == {"theirs/rows.parquet": b"mine"}
-
-
-def test_a_page_does_not_replace_runs(art, tmp_path):
-    (tmp_path / "m.csv").write_text("run,earth,life,sky\na,0.5,0.3,0.2\nb,0.2,0.5,0.3\nc,0.3,0.2,0.5\n")
-    (tmp_path / "r.csv").write_text("run,facts/loss\na,3\nb,2.5\nc,2\n")
-    command = ["runs", "import", tmp_path / "m.csv", tmp_path / "r.csv", "--label", "topic", "--out"]
-    succeed(*command, tmp_path / "runs")
-    assert "already" in refused(*command, tmp_path / "runs")
-    assert "already" in refused(*command, tmp_path / "m.csv")
-    place = tmp_path / "runs"
-    assert re.search(f"out: .*{place}", refused("report", art, "--runs", place, "--out", place / "new.html"))

@@ -1,9 +1,10 @@
 """Every command has help, wrong command lines are explained, and help loads no large package.
 
-The help of every command is recorded in `help/`, so that the diff of a commit shows changes.
-`pytest tests/cli/test_surface.py --rewrite-snapshots` rewrites the files.
+The public surface, help texts and Python signatures, is one generated page of the documentation, so that the diff of a
+commit shows changes. `pytest tests/cli/test_surface.py --rewrite-snapshots` rewrites it.
 """
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ from grasp.cli.app import GROUPS
 from grasp.progress_display import Watch
 from tests.cli.grasp_command import refused, run, succeed
 
-HELP = Path(__file__).with_name("help")
+SURFACE = Path(__file__).parents[2] / "docs" / "surface.md"
+INTRODUCTION = """# Commands and signatures
+
+This page is generated from the help texts and from the signatures of the public Python names."""
 HEAVY = ("torch", "transformers", "duckdb", "pyarrow", "scipy", "numpy", "datasets", "pydantic")
 
 
@@ -29,19 +33,50 @@ def commands():
     return flat | {f"{group} {name}": command for group, held in groups.items() for name, command in held.items()}
 
 
-@pytest.mark.parametrize("command", ["", *commands()])
-def test_the_help_of_every_command_is_the_recorded_one(command, rewrite_snapshots):
-    text = succeed(*command.split(), "--help").out
-    path = HELP / f"{command.replace(' ', '-') or 'grasp'}.txt"
+def signature(name: str, function) -> str:
+    """Return a call with the names and defaults of all arguments."""
+    full = inspect.signature(function)
+    untyped = [each.replace(annotation=each.empty) for each in full.parameters.values() if each.name != "self"]
+    return f"{name}{full.replace(parameters=untyped, return_annotation=full.empty)}"
+
+
+def signatures() -> list[str]:
+    """Return the signatures of all public functions, classes and methods."""
+    lines = []
+    for name in (*grasp.__all__, "open"):
+        member = getattr(grasp, name)
+        if not inspect.isclass(member):
+            lines += [signature(f"grasp.{name}", member)] if callable(member) else []
+        elif not issubclass(member, Exception):
+            methods = {each: method for each, method in vars(member).items() if not each.startswith("_")}
+            lines += [f"grasp.{name}"] + [
+                signature(f"    .{each}", method) if inspect.isfunction(method) else f"    .{each}"
+                for each, method in methods.items()
+            ]
+    return lines
+
+
+def surface() -> str:
+    """Return the page with the whole public surface."""
+    helps = {f"grasp {command}".strip(): succeed(*command.split(), "--help").out for command in ["", *commands()]}
+    parts = [f"## {name}\n\n```text\n{text.strip()}\n```" for name, text in helps.items()]
+    python = "\n".join(signatures())
+    return "\n\n".join([INTRODUCTION, *parts, f"## Python\n\n```text\n{python}\n```"]) + "\n"
+
+
+def test_the_public_surface_is_the_recorded_one(rewrite_snapshots):
+    page = surface()
     if rewrite_snapshots:
-        HELP.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    assert path.read_text(encoding="utf-8").split() == text.split()  # where lines are broken is up to click
-    assert {path.stem for path in HELP.glob("*")} == {"grasp", *(name.replace(" ", "-") for name in commands())}
-    if command:
-        assert f"grasp {command}" in text[text.index("Example") :]
-        assert commands()[command].help
-        assert all(parameter.help for parameter in commands()[command].params)
+        SURFACE.write_text(page, encoding="utf-8")
+    assert SURFACE.read_text(encoding="utf-8").split() == page.split()  # where lines are broken is up to click
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_and_option_is_described_with_an_example(command):
+    text = succeed(*command.split(), "--help").out
+    assert f"grasp {command}" in text[text.index("Example") :]
+    assert commands()[command].help
+    assert all(parameter.help for parameter in commands()[command].params)
 
 
 def test_help_names_every_command_in_a_group():

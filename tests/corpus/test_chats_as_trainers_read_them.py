@@ -40,62 +40,65 @@ def calling(call, content=None, **turn) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("flag", ["weight", "train"])
-@pytest.mark.parametrize("values", [(0, 1), (False, True), (0.0, None)])
+def marked(**marks) -> list[dict]:
+    """Return the turns with these fields, each a value for every answer."""
+    turns_K = [dict(turn) for turn in TURNS]
+    for name, values in marks.items():
+        for turn, value in zip(turns_K[1::2], values, strict=True):
+            turn[name] = value
+    return turns_K
+
+
+UNTRAINED = [("weight", (0, 1)), ("train", (False, True)), ("weight", (0.0, None))]
+
+
+@pytest.mark.parametrize(("flag", "values"), UNTRAINED)
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_turns_marked_untrained_carry_no_loss(tmp_path, flag, values, template):
-    marked = [dict(turn) for turn in TURNS]
-    for turn, value in zip(marked[1::2], values, strict=True):
-        turn[flag] = value
-    text, loss = text_and_loss(stored(tmp_path, [{"messages": marked}], chat_tokenizer(template)))
-    assert loss == LAST + END
-    assert text == text_and_loss(stored(tmp_path / "plain", [{"messages": TURNS}], chat_tokenizer(template)))[0]
+    store = stored(tmp_path, [{"messages": marked(**{flag: values})}], chat_tokenizer(template))
+    whole = stored(tmp_path / "plain", [{"messages": TURNS}], chat_tokenizer(template))
+    assert text_and_loss(store) == (text_and_loss(whole)[0], LAST + END)
+    last_is_untrained = [{"messages": marked(**{flag: values[::-1]})}]
+    assert text_and_loss(stored(tmp_path / "c", last_is_untrained, loss_on="completion"))[1] == ANSWER + END
 
 
-def test_the_last_trained_answer_is_the_completion(tmp_path):
-    marked = [*TURNS[:3], {**TURNS[3], "weight": 0}]
-    assert text_and_loss(stored(tmp_path, [{"messages": marked}], loss_on="completion"))[1] == ANSWER + END
+WATER = {"output": ANSWER, "instruction": "what is", "input": "water?"}
+SAME_CHATS = [  # an instruction, and the turns that it stands for
+    (
+        {"instruction": FOLLOW_UP, "output": LAST, "history": [[QUESTION, ANSWER]], "system": "You help."},
+        TURNS,
+    ),
+    (WATER | {"history": []}, turns("what is\nwater?", ANSWER)),
+    (WATER, turns("what is\n\nwater?", ANSWER)),
+]
 
 
-@pytest.mark.parametrize(
-    ("marks", "reason"),
-    [({1: {"weight": 0}, 3: {"weight": 0}}, "untrained"), ({0: {"train": True}}, "trained_user")],
-)
-def test_conversations_without_trained_turns_are_counted_and_named(tmp_path, marks, reason):
-    marked = [turn | marks.get(k, {}) for k, turn in enumerate(TURNS)]
-    store = stored(tmp_path, [{"messages": marked, "id": "odd"}, {"messages": TURNS}])
-    assert store.skipped.ids == {reason: ["odd"]}
-    assert store.skipped.examples[reason][0].endswith("c.jsonl:1")
+@pytest.mark.parametrize(("record", "messages"), SAME_CHATS)
+def test_an_instruction_is_joined_as_in_its_format(tmp_path, record, messages):
+    expected = text_and_loss(stored(tmp_path / "turns", [{"messages": messages}]))
+    assert text_and_loss(stored(tmp_path, [record])) == expected
 
 
-def test_a_weight_that_is_neither_0_nor_1_is_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"c\.jsonl:1: turn 1: .*\b0\.5"):
-        stored(tmp_path, [{"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}])
+def called(turn) -> list[dict]:
+    return [{"from": "human", "value": QUESTION}, turn]
 
 
-def test_history_of_an_instruction_comes_before_it(tmp_path):
-    record = {
-        "instruction": TURNS[2]["content"],
-        "output": LAST,
-        "history": [[QUESTION, ANSWER]],
-        "system": "You help.",
-    }
-    assert text_and_loss(stored(tmp_path, [record])) == text_and_loss(stored(tmp_path / "turns", [{"messages": TURNS}]))
+STRICT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
+SKIPPED = [  # why a conversation is left out, its turns, and the template
+    ("untrained", marked(weight=(0, 0)), CHATML),
+    ("trained_user", [TURNS[0] | {"train": True}, *TURNS[1:]], CHATML),
+    ("bad_call", called({"from": "function_call", "value": "weather(Paris)"}), CHATML),
+    ("bad_call", called({"from": "gpt", "value": "", "function_call": {"name": "weather"}}), CHATML),
+    ("bad_call", called({"from": "gpt", "value": "hm", "function_call": "auto"}), CHATML),
+    ("refused", [{"role": "system", "content": "be kind"}, *TURNS], STRICT_SYSTEM),
+]
 
 
-@pytest.mark.parametrize(("fields", "between"), [({"history": []}, "\n"), ({}, "\n\n")])
-def test_an_instruction_and_its_input_are_joined_as_in_their_format(tmp_path, fields, between):
-    record = {"instruction": "what is", "input": "water?", "output": ANSWER, **fields}
-    messages = [{"role": "user", "content": f"what is{between}water?"}, TURNS[1]]
-    assert text_and_loss(stored(tmp_path, [record])) == text_and_loss(
-        stored(tmp_path / "turns", [{"messages": messages}])
-    )
-
-
-@pytest.mark.parametrize("history", ["x", [["one"]], [[1, 2]]])
-def test_a_history_of_another_shape_is_refused(tmp_path, history):
-    with pytest.raises(CorpusError, match="history"):
-        stored(tmp_path, [{"instruction": QUESTION, "output": LAST, "history": history}])
+@pytest.mark.parametrize(("reason", "messages", "template"), SKIPPED)
+def test_conversations_that_cannot_be_trained_on_are_counted_and_named(tmp_path, reason, messages, template):
+    store = stored(tmp_path, [{"messages": messages, "id": "odd"}, {"messages": TURNS}], chat_tokenizer(template))
+    assert (store.n_rows, store.skipped.ids) == (1, {reason: ["odd"]})
+    assert "c.jsonl:1" in store.skipped.examples[reason][0]
 
 
 @pytest.mark.parametrize("template", [WITH_CALLS, JOINS_TEXT, PRINTS])
@@ -152,19 +155,6 @@ def test_a_call_that_the_template_does_not_render_is_skipped_and_named(tmp_path)
         stored(tmp_path / "alone", records[:1])
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"from": "function_call", "value": "weather(Paris)"},
-        {"from": "gpt", "value": "", "function_call": {"name": "weather"}},
-        {"from": "gpt", "value": "hm", "function_call": "auto"},
-    ],
-)
-def test_a_function_call_that_is_not_json_is_skipped_and_named(tmp_path, turn):
-    record = {"conversations": [{"from": "human", "value": QUESTION}, turn], "id": "odd"}
-    assert stored(tmp_path, [record, {"conversations": TURNS}]).skipped.ids == {"bad_call": ["odd"]}
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_rendered_by_the_template_or_counted_as_lost(tmp_path, name):
     messages = [TURNS[0], {**TURNS[1], name: "hm"}]
@@ -174,14 +164,6 @@ def test_reasoning_is_rendered_by_the_template_or_counted_as_lost(tmp_path, name
     silent = stored(tmp_path / "silent", [{"messages": messages, "id": "r"}])
     assert text_and_loss(silent)[1] == ANSWER + END
     assert silent.skipped.ids == {"no_reasoning": ["r"]}
-
-
-def test_conversations_that_a_template_refuses_are_skipped_with_line_and_reason(tmp_path):
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
-    records = [{"messages": [{"role": "system", "content": "be kind"}, *TURNS], "id": "s"}, {"messages": TURNS}]
-    store = stored(tmp_path, records, chat_tokenizer(strict))
-    assert (store.n_rows, store.skipped.ids) == (1, {"refused": ["s"]})
-    assert "c.jsonl:1: no system turn" in store.skipped.examples["refused"][0]
 
 
 def test_a_template_with_the_date_gives_the_same_rows_on_every_day(tmp_path):
@@ -194,14 +176,6 @@ def test_a_template_with_the_date_gives_the_same_rows_on_every_day(tmp_path):
         "Thursday, 02 Jan 2025"
     )
     assert (tokenizer.writes_date, chat_tokenizer().writes_date) == (True, False)
-
-
-def test_generated_row_ids_do_not_depend_on_unset_marks(tmp_path):
-    names = [
-        stored(tmp_path / name, [{"messages": messages}]).table(0)["row_id"][0].as_py()
-        for name, messages in (("a", TURNS), ("b", [{**turn, "weight": None} for turn in TURNS]))
-    ]
-    assert names[0] == names[1]
 
 
 def test_preference_pairs_are_refused_with_the_setting_that_reads_them(tmp_path):
@@ -432,15 +406,6 @@ def test_turns_rendered_as_json_are_located_or_skipped(tmp_path, marked):
         stored(tmp_path / "one", [{"messages": quoted}], chat_tokenizer("{{ messages | tojson }}"))
 
 
-def test_columns_that_trainers_read_are_named_if_they_are_not_read():
-    unread = ["topic", "tools", "chat_template_kwargs.enable_thinking", "images.0"]
-    (note,) = unread_notes({"text": "text"}, unread)
-    assert note.endswith("columns of that name: tools, chat_template_kwargs, images")
-    assert unread_notes({"turns": "messages", "tools": "tools"}, ["topic"]) == []
-    (note,) = unread_notes({"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ["messages"])
-    assert note.endswith(": messages")
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_in_a_prompt_carry_no_loss(tmp_path, template):
     record = {"prompt": TURNS[:3], "completion": TURNS[3:]}
@@ -501,17 +466,3 @@ def test_the_chat_template_gets_the_arguments_of_a_record(tmp_path, suffix, form
     units = load_units(TargetSettings(names=(str(path),))).rendered(chat_tokenizer(template)).units
     assert sum("Be short." in unit.prompt for unit in units) == 1
     assert all("Be short." in other.prompt for unit in units for other in unit.others if "Be short." in unit.prompt)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ({"tools": []}, "got tools, expected arguments that the template itself defines"),
-        ({"add_generation_prompt": True, "tokenize": False}, "got add_generation_prompt, tokenize, expected"),
-        ("short", "got 'short', expected a mapping of JSON values"),
-        ([1], r"got \[1\], expected a mapping of JSON values"),
-    ],
-)
-def test_arguments_of_the_chat_template_are_validated(tmp_path, value, message):
-    with pytest.raises(CorpusError, match=rf"c\.jsonl:1: chat_template_kwargs: {message}"):
-        stored(tmp_path, [{"messages": TURNS, "chat_template_kwargs": value}])

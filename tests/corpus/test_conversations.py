@@ -1,7 +1,5 @@
 """Conversations, pairs and instructions become rows whose answers carry loss."""
 
-import json
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +7,7 @@ import pytest
 
 from grasp.corpus import RowStore
 from grasp.errors import CorpusError
-from tests.corpus.chats import DROPS, MARKED, REWRITES, STRICT, chat_tokenizer, turns
+from tests.corpus.chats import DROPS, REWRITES, STRICT, chat_tokenizer, turns
 from tests.corpus.world import settings_for, write_jsonl
 
 QUESTION, ANSWER = "what is water?", "water is wet."
@@ -49,27 +47,12 @@ def test_answers_and_their_end_token_carry_loss(tmp_path, record):
     assert loss == ANSWER + END + LAST + END
 
 
-def test_a_template_with_generation_marks_gives_the_same_mask(tmp_path):
-    assert (
-        text_and_loss(stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(MARKED)))[1] == ANSWER + END + LAST + END
-    )
-
-
 def test_loss_on_selects_the_answers(tmp_path):
     for loss_on, expected in (("completion", LAST + END), ("assistant", ANSWER + END + LAST + END)):
         assert text_and_loss(stored(tmp_path / loss_on, [{"messages": TURNS}], loss_on=loss_on))[1] == expected
     store = stored(tmp_path / "all", [{"messages": TURNS}], loss_on="all")
     assert store.shard(0).loss_mask is None
     assert store.loss_counts().tolist() == [store.n_tokens - 1]
-
-
-def test_an_instruction_is_a_conversation_of_two_turns(tmp_path):
-    text, loss = text_and_loss(
-        stored(tmp_path, [{"instruction": QUESTION, "input": "salt", "response": ANSWER, "kind": "k"}])
-    )
-    assert f"{QUESTION}\n\nsalt{END}" in text
-    assert loss == ANSWER + END
-    assert RowStore.open(tmp_path / "rows").label_columns == ("kind",)
 
 
 def test_a_pair_is_a_plain_text_that_ends_with_the_end_of_text(tmp_path):
@@ -171,20 +154,6 @@ def test_nested_parquet_and_rows_without_a_mask_can_be_mixed(tmp_path):
     assert store.rows(np.array([1, 0, 1])).mask(2).tolist() == store.rows(np.array([1])).mask(0).tolist()
 
 
-def test_a_datasets_directory_with_features_of_turns(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    records = [{"conversations": SHAREGPT, "score": 1.0}, {"conversations": SHAREGPT[:2], "score": 2.0}]
-    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
-    store = stored(tmp_path, None, name="saved")
-    assert text_and_loss(store)[1] == ANSWER + END + LAST + END
-    assert store.label_columns == ("score",)
-
-
-def test_surrogates_in_turns_are_replaced(tmp_path):
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": turns("what\ud800?", "wet.")}) + "\n")
-    assert text_and_loss(stored(tmp_path, None))[1] == "wet." + END
-
-
 CHAT = {"messages": TURNS}
 REFUSED = [
     ({"messages": [{"role": "owner", "content": "x"}]}, {}, r"c\.jsonl:1: turn 0: .*'owner'"),
@@ -199,6 +168,13 @@ REFUSED = [
     (CHAT, {"tokenizer": lambda: chat_tokenizer(DROPS)}, r"c\.jsonl:1: turn 1: "),
     (CHAT, {"tokenizer": lambda: chat_tokenizer(STRICT)}, "alternate"),
     ({"text": "water"}, {"loss_on": "completion"}, r"corpus\.loss_on: .*completion"),
+    ({"messages": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, {}, r"c\.jsonl:1: turn 1: .*\b0\.5"),
+    *[
+        ({"instruction": "a", "output": "b", "history": history}, {}, "history")
+        for history in ("x", [["one"]], [[1, 2]])
+    ],
+    (CHAT | {"chat_template_kwargs": {"tools": []}}, {}, r"c\.jsonl:1: chat_template_kwargs: .*tools"),
+    (CHAT | {"chat_template_kwargs": [1]}, {}, r"chat_template_kwargs: .*\[1\]"),
 ]
 
 

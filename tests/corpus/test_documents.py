@@ -1,7 +1,6 @@
 """Law: a corpus gives the same documents in every format, and reading from k skips exactly k."""
 
 import gzip
-import itertools
 import json
 import os
 import re
@@ -23,9 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import read_documents
-from grasp.corpus.labels import MAX_FIELDS
-from grasp.corpus.sources import IN_MEMORY, JsonRecord, table_source
-from grasp.errors import CorpusError, MissingExtraError, ModelError
+from grasp.corpus.sources import IN_MEMORY, table_source
+from grasp.errors import CorpusError, ModelError
 from grasp.models.build_source import load_reference
 from grasp.settings import ModelSettings
 from tests.corpus.world import records, sentences, settings_for, write_chunked, write_jsonl, write_parquet
@@ -79,14 +77,6 @@ def test_a_directory_of_files_is_one_corpus(tmp_path, expected, suffix, cuts):
     assert re.match(rf"memory://(/|){tmp_path.name}/part-000", remote[0].location)
 
 
-def test_expected_documents_have_text_labels_and_a_stable_name(expected):
-    index, doc_id, row_id, text, ids, labels = expected[3]
-    assert (index, row_id, text, ids) == (3, None, sentences(20)[3], None)
-    assert doc_id.endswith("-3")
-    assert len(doc_id.split("-")[0]) == 16
-    assert labels == {"topic": "b", "year": 1993}
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(start=st.integers(0, 25), cuts=st.lists(st.integers(1, 19), max_size=4, unique=True))
 @settings(max_examples=12)
@@ -96,12 +86,6 @@ def test_reading_from_k_skips_exactly_k(tmp_path_factory, suffix, start, cuts):
     assert plain(rest) == plain(whole[start:])
     assert [d.location for d in rest] == [d.location for d in whole[start:]]
     assert plain(read(path, start, limit=5)) == plain(whole[start:5])
-
-
-def test_files_of_subdirectories_are_read_in_the_order_of_their_names(tmp_path):
-    for name, text in [("b/1.jsonl", "third"), ("a/2.jsonl", "second"), ("a/1.jsonl", "first"), ("c.jsonl", "fourth")]:
-        write_jsonl(tmp_path / name, [{"text": text}])
-    assert [d.text for d in read(tmp_path)] == ["first", "second", "third", "fourth"]
 
 
 def test_several_frames_of_gzip_and_zstd_are_read_to_the_end(tmp_path, expected):
@@ -183,22 +167,10 @@ def test_objects_in_memory_that_are_not_tables_are_refused():
             table_source(value)
 
 
-def test_an_id_column_names_the_rows(write):
-    path = write([{"id": i, "doc_id": f"d{i}", "text": "x"} for i in range(3)])
-    assert [(d.row_id, d.doc_id, dict(d.labels)) for d in read(path)] == [(str(i), f"d{i}", {}) for i in range(3)]
-    plainly = read(path, row_id_column="")[0]
-    assert (plainly.row_id, plainly.doc_id, dict(plainly.labels)) == (None, "d0", {"id": 0})
-
-
 def test_a_row_name_is_the_document_name_without_another(write):
     first, second = read(write([{"id": "a", "text": "x"}, {"id": None, "text": "y"}]))
     assert (first.row_id, first.doc_id, second.row_id) == ("a", "a", None)
     assert second.doc_id.endswith("-1")
-
-
-def test_nan_is_a_missing_label(write):
-    path = write([{"text": "x", "score": value} for value in (1.5, float("nan"), None)])
-    assert [labels["score"] for labels in labels_of(path)] == [1.5, None, None]
 
 
 def test_names_of_hub_datasets_are_distinguished_from_paths(monkeypatch, tmp_path, expected):
@@ -229,13 +201,6 @@ def test_names_of_hub_datasets_are_distinguished_from_paths(monkeypatch, tmp_pat
         with pytest.raises(ModelError, match=f"^model.path: `{name}` .*link"):
             load_reference(ModelSettings(path=name))
     assert not requested_names
-
-
-def test_the_error_without_datasets_names_the_extra(monkeypatch, tmp_path):
-    path = save_dataset(tmp_path / "saved", records(2))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=r"saved .*pip install 'datasets>="):
-        read(path)
 
 
 def test_ids_names_and_labels(write):
@@ -316,15 +281,6 @@ def test_a_conversation_is_the_same_from_every_format(tmp_path):
 
 def plain_chats(documents):
     return [(list(d.conversation.turns), list(d.conversation.tools), d.row_id, d.doc_id) for d in documents]
-
-
-def test_scalars_of_a_json_column_are_labels(tmp_path):
-    rows = [{"text": "a b", "x": value} for value in (5, "b", None, {"y": 1}, [1])]
-    table = pa.table({"text": ["a b"] * 5, "x": pa.array([json.dumps(row["x"]) for row in rows], pa.json_())})
-    pq.write_table(table, tmp_path / "c.parquet")
-    expected = [({"x": 5}, ()), ({"x": "b"}, ()), ({"x": None}, ()), ({"x.y": 1}, ()), ({}, ("x",))]
-    for path in (write_jsonl(tmp_path / "c.jsonl", rows), tmp_path / "c.parquet"):
-        assert [(dict(d.labels), d.ignored) for d in read(path)] == expected
 
 
 def test_a_class_label_is_its_number_as_in_json_lines(tmp_path):
@@ -437,20 +393,6 @@ def test_a_column_that_its_folder_has_too_must_agree(tmp_path, suffix):
         list(read_documents(config))
 
 
-class Endless:
-    def identity(self):
-        return []
-
-    def chunks(self, start, select):
-        for index in itertools.count(start):
-            yield JsonRecord(index, "endless", index + 1, {"text": f"text {index}"})
-
-
-def test_an_infinite_corpus_can_be_read():
-    documents = list(itertools.islice(read_documents(settings_for("endless"), source=Endless(), start=5), 3))
-    assert [d.text for d in documents] == ["text 5", "text 6", "text 7"]
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_reading_jsonl_does_not_keep_the_file_in_memory(tmp_path, suffix):
     rng = np.random.default_rng(0)
@@ -461,18 +403,6 @@ def test_reading_jsonl_does_not_keep_the_file_in_memory(tmp_path, suffix):
     tracemalloc.stop()
     assert n == 300
     assert peak < 6_000_000  # of 12 MB of text: blocks of 1 MiB and their lines
-
-
-def test_reading_parquet_does_not_keep_the_file_in_memory(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"text": rng.bytes(10_000).hex()} for _ in range(2000)]
-    path = write_parquet(tmp_path / "big.parquet", rows, group=50)
-    rows.clear()
-    before, most = pa.total_allocated_bytes(), 0
-    for _ in read_documents(settings_for(path)):
-        most = max(most, pa.total_allocated_bytes() - before)
-    assert path.stat().st_size > 20_000_000
-    assert most < 16_000_000
 
 
 def test_an_endless_line_is_refused_before_it_fills_memory(tmp_path, monkeypatch):
@@ -579,19 +509,3 @@ def test_names_of_files_are_labels_on_request(tmp_path):
         "web/part-1": {"file": "web/part-1", "directory": "web"},
         "lang=en/books/part-0": {"file": "lang=en/books/part-0", "directory": "books", "lang": "en"},
     }
-
-
-def test_keys_that_are_data_become_a_limited_number_of_columns(tmp_path):
-    rows = [{"text": "t", "counts": {f"word{i}-{k}": k for k in range(5)}} for i in range(MAX_FIELDS)]
-    documents = read(write_jsonl(tmp_path / "c.jsonl", rows))
-    assert len({name for d in documents for name in d.labels}) == MAX_FIELDS
-    assert documents[-1].ignored == ("counts",)
-
-
-def test_ids_missing_from_a_file_do_not_replace_those_of_other_files(tmp_path, write):
-    shards = [[{"id": "a", "text": "one"}], [{"text": "two"}, {"text": "three"}], [{"id": "d", "text": "four"}]]
-    for k, shard in enumerate(shards):
-        write(shard, f"corpus/{k}")
-    documents = read(tmp_path / "corpus")
-    assert [document.row_id for document in documents] == ["a", None, None, "d"]
-    assert [document.name.rpartition("-")[2] for document in documents] == ["a", "1", "2", "d"]

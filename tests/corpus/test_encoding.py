@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from grasp.corpus.conversations import Conversation
 from grasp.corpus.encoding import ModelText, encode_texts
 from grasp.corpus.packing import pack
-from grasp.errors import CorpusError, ModelError
+from grasp.errors import CorpusError
 from grasp.models.tokenizer import HfTokenizer
 from grasp.targets import Unit, UnitSet
 from tests.corpus.tokenizers import BOS, EOS, KINDS, MARKS, WithoutOffsets, tiny
@@ -132,13 +132,6 @@ def test_special_tokens_are_those_of_the_tokenizer_and_never_doubled(kind):
     assert "without" in off.describe()
     assert "chats" not in off.describe()
     assert "template" in tiny(kind, template=PLAIN).describe()
-
-
-def test_a_missing_bos_token_is_refused():
-    tokenizer = tiny("byte").tokenizer
-    with_none = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ModelError, match="add_bos_token"):
-        HfTokenizer(with_none, vocab_size=400, add_bos_token=True)
 
 
 @pytest.mark.parametrize("kind", ["byte", "first", "never"])

@@ -1,6 +1,5 @@
 """Laws: packing neither loses nor adds tokens, and resumes from the cursor of any row."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,22 +109,6 @@ def test_token_ids_are_used_unchanged_and_split_like_texts():
     assert log.ids == {"one_token": ["d2"]}
 
 
-def test_the_snippet_of_token_ids_is_decoded_from_the_row():
-    rows = list(pack([document(0, ids=range(1, 9)), document(1, "a b", ids=[3, 4])], Words(), max_length=5))
-    assert [row.snippet for row in rows] == ["t1 t2 t3 t4 t5", "t6 t7 t8", "a b"]
-    assert [row.snippet for row in pack([document(0, ids=[1, 2])], Words(), snippet_chars=0)] == [""]
-
-
-def test_a_text_without_a_token_is_empty():
-    class NoTokens(Words):
-        def encode(self, texts):
-            return [[] for _ in texts]
-
-    log = Skipped()
-    assert list(pack([document(0, "a b")], NoTokens(), log)) == []
-    assert log.ids == {"empty": ["d0"]}
-
-
 class NoOffsets(Words):
     def encode_with_spans(self, texts):
         return [(ids, None) for ids in self.encode(texts)]
@@ -141,31 +124,6 @@ def test_the_snippet_is_the_text_of_the_row(sizes, length):
     for row in pack([document(0, "  ".join(words))], NoOffsets(eos_id=None), **changes):
         if row.n_tokens < len(words):
             assert [row.snippet] == tokens.decode([row.input_ids.tolist()])
-
-
-def test_snippets_have_folded_white_space_and_limited_length():
-    text = " ".join(f"word{i:02d}\n" for i in range(40))
-    rows = list(pack([document(0, text)], Words(eos_id=None), max_length=10, snippet_chars=20))
-    assert [row.snippet for row in rows] == [
-        "word00 word01 word02",
-        "word10 word11 word12",
-        "word20 word21 word22",
-        "word30 word31 word32",
-    ]
-    assert {row.snippet for row in pack([document(0, text)], Words(), snippet_chars=0)} == {""}
-
-
-def test_only_the_first_thousand_ids_are_listed():
-    log = Skipped()
-    for i in range(1500):
-        log.add("empty", f"d{i}")
-    assert log.counts == {"empty": 1500}
-    assert log.ids["empty"] == [f"d{i}" for i in range(1000)]
-
-
-def test_rows_do_not_keep_their_document_in_memory():
-    rows = list(pack([document(0, "x " * 10_000)], Words(), max_length=16, max_rows_per_document=1))
-    assert rows[0].input_ids.base is None or np.asarray(rows[0].input_ids.base).size <= 16
 
 
 @pytest.mark.parametrize("bad", [500, 501, -1, 2**32 + 5])

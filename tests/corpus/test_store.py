@@ -3,11 +3,7 @@
 import contextlib
 import json
 import os
-import resource
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,12 +18,10 @@ from hypothesis import strategies as st
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import table_source
-from grasp.errors import ArtifactError, CorpusError
-from grasp.files import temporary_path
+from grasp.errors import CorpusError
 from tests.corpus.world import (
     TEXTS,
     Words,
-    files_of,
     records,
     rows_of,
     settings_for,
@@ -35,8 +29,6 @@ from tests.corpus.world import (
     write_jsonl,
 )
 from tests.faults import Killed
-
-REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def write(directory, path, shard_rows=4, tokenizer=None, progress=None, source=None, **changes):
@@ -115,61 +107,6 @@ def test_a_corpus_gives_the_same_store_in_every_format(tmp_path):
     assert results[0][2:4] == (("topic", "year", "meta.a"), ())
 
 
-def test_a_store_killed_after_any_shard_resumes_to_the_same_bytes(tmp_path, corpus):
-    rows = [*records(6), {"text": ""}, {"text": "  "}, *records(2), {"text": "solo"}, {"text": " \n"}]
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{**row, "row_id": f"r{i}"} for i, row in enumerate(rows)])
-    changes = {"max_length": 5}
-    write(tmp_path / "whole", corpus, **changes)
-    expected = files_of(tmp_path / "whole")
-    n_shards = RowStore.open(tmp_path / "whole").n_shards
-    assert n_shards > 2
-    for k in range(1, n_shards + 1):
-        directory = tmp_path / f"killed-{k}"
-
-        def stop(done, directory=directory, k=k):
-            if (directory / f"shard-{k - 1:05d}.json").exists():
-                raise Killed
-
-        with pytest.raises(Killed):
-            write(directory, corpus, progress=stop, **changes)
-        (directory / "shard-00099.parquet.part").write_bytes(b"half a shard")
-        with pytest.raises(CorpusError, match="unfinished"):
-            RowStore.open(directory)
-        write(directory, corpus, **changes)
-        (directory / "shard-00099.parquet.part").unlink()
-        assert files_of(directory) == expected
-
-
-SCRIPT = """
-import sys, time
-from pathlib import Path
-from grasp.corpus import RowStore
-assert not {"torch", "datasets", "transformers"} & set(sys.modules)
-from tests.corpus.world import Words, settings_for
-def report(done):
-    print(done, flush=True)
-    time.sleep(0.02)
-RowStore.write(Path(sys.argv[1]), settings_for(sys.argv[2]), Words(), shard_rows=4, progress=report)
-"""
-
-
-def test_a_store_killed_by_the_system_resumes(tmp_path, corpus):
-    write(tmp_path / "whole", corpus)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(corpus)]
-    for _ in range(2):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-            assert process.stdout.readline()
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
-    n_finished = len(list((tmp_path / "store").glob("shard-*.json")))
-    assert n_finished >= 2
-    temporary_path(tmp_path / "store" / "shard-00000.parquet").write_text("cut off")
-    write(tmp_path / "store", corpus)
-    assert files_of(tmp_path / "store") == files_of(tmp_path / "whole")
-
-
 def test_resuming_does_not_repeat_tokenization(tmp_path, corpus):
     done = []
 
@@ -222,14 +159,6 @@ def rewrite_in_place(corpus):
     path = corpus / "part-001.jsonl"
     path.write_text(path.read_text().replace("1997", "1998"))
     os.utime(path, (1, 1))
-
-
-def test_an_unfinished_store_of_a_version_without_a_setting_resumes(tmp_path, corpus):
-    store = write(tmp_path / "store", corpus)
-    plan = json.loads((tmp_path / "store" / "plan.json").read_text())
-    assert plan["settings"].pop("shortest_end", "gone") is None
-    (tmp_path / "store" / "plan.json").write_text(json.dumps(plan))
-    assert write(tmp_path / "store", corpus).fingerprint == store.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -285,18 +214,6 @@ def test_rows_reads_only_the_shards_it_needs(tmp_path, corpus):
         store.rows(np.array([8, 4]))
 
 
-def test_a_shard_has_ids_offsets_and_a_table(tmp_path, corpus):
-    store = write(tmp_path / "store", corpus)
-    shard = store.shard(1)
-    assert len(shard) == 4
-    assert shard.flat_ids.dtype == np.int32
-    assert shard.offsets.dtype == np.int64
-    assert shard.table.column("n_tokens").to_pylist() == np.diff(shard.offsets).tolist()
-    assert store.label_columns == ("topic", "year")
-    assert sum(len(store.shard(k)) for k in range(store.n_shards)) == store.n_rows
-    assert sum(len(store.shard(k).flat_ids) for k in range(store.n_shards)) == store.n_tokens
-
-
 def test_labels_have_one_type_over_all_shards(tmp_path):
     labels = [{"x": 1}, {"x": 2.5}, {"x": "many"}, {"y": 3}, {"y": 0.5, "z": None}, {"x": True}]
     rows = [{"text": f"a b {i}", **label} for i, label in enumerate(labels)]
@@ -341,13 +258,6 @@ def test_row_length_follows_the_model_and_rows_that_are_ids(tmp_path):
     assert lengths(ids, context=100_000)[0] == 2500
 
 
-def test_the_store_records_column_roles_and_returns_tables_without_tokens(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"id": f"r{i}", "body": "a b c", "topic": "x"} for i in range(5)])
-    store = write(tmp_path / "store", path, 2, text_column="body")
-    assert store.details["columns"] == {"text": "body", "row_id": "id"}
-    assert store.table(2).to_pylist() == store.shard(2).table.to_pylist()
-
-
 def test_an_unfinished_store_of_other_input_is_replaced_if_allowed(tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": "a b", "row_id": name} for name in "xyx"])
     with pytest.raises(CorpusError, match=r"'x'.*twice"):
@@ -383,64 +293,6 @@ def test_writing_reads_ahead_by_a_limited_number_of_documents(tmp_path):
     write(tmp_path / "s", path, 100, tokenizer, record_rows)
     assert row_counts == [100] * 6
     assert max(documents_ahead) <= 256
-
-
-def test_long_documents_are_tokenised_a_few_at_a_time(tmp_path):
-    class Measured(Words):
-        largest = 0
-
-        def encode(self, texts):
-            self.largest = max(self.largest, sum(len(text) for text in texts))
-            return [[1, 2] for _ in texts]
-
-    path = write_jsonl(tmp_path / "c.jsonl", [{"text": "x" * 900_000} for _ in range(12)])
-    tokenizer = Measured()
-    write(tmp_path / "s", path, 100, tokenizer)
-    assert tokenizer.largest < 5_000_000
-
-
-def test_a_bad_line_after_some_shards_keeps_them(tmp_path):
-    lines = [json.dumps({"text": f"a b c {i}"}) for i in range(300)]
-    (tmp_path / "c.jsonl").write_text("\n".join([*lines, "{broken"]))
-    with pytest.raises(CorpusError, match=r"c\.jsonl:301: not JSON"):
-        write(tmp_path / "store", tmp_path / "c.jsonl", 50)
-    assert len(list((tmp_path / "store").glob("shard-*.json"))) == 5
-
-
-def test_a_full_disk_keeps_the_shards_that_are_finished(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [{"input_ids": rng.integers(0, 500, 8 if i < 8 else 4000).tolist()} for i in range(12)]
-    path = write_jsonl(tmp_path / "c.jsonl", rows)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
-    try:
-        with pytest.raises(ArtifactError, match=r"shard-00002 .*too large.* 2 parts"):
-            write(tmp_path / "store", path, max_length=4000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sorted(p.name for p in (tmp_path / "store").glob("*.parquet*")) == [
-        "shard-00000.parquet",
-        "shard-00001.parquet",
-    ]
-    assert write(tmp_path / "store", path, max_length=4000).n_rows == 12
-
-
-@pytest.mark.parametrize("name", ["cc_weborganizer", "pool"])
-def test_real_documents(tmp_path, name):
-    path = REAL / f"{name}.parquet"
-    if not path.exists():
-        pytest.skip(f"{path} is not here")
-    tokenizer = Words()
-    store = write(tmp_path / "store", path, 256, tokenizer, max_length=128, limit=400)
-    assert store.n_documents == 400
-    assert {"topic", "format", "license", "source"} <= set(store.label_columns)
-    n_words = [len(text.split()) + 1 for text in tokenizer.seen[16:]]
-    ends = [n % 128 for n in n_words if n > 128 and 0 < n % 128 < 16]
-    assert store.skipped.counts.get("short_end", 0) == len(ends)
-    assert store.n_tokens == sum(n_words) - sum(ends) - store.skipped.counts.get("one_token", 0)
-    rows = rows_of(store)
-    assert len({row["row_id"] for row, _ in rows}) == store.n_rows
-    assert all(row["snippet"] for row, _ in rows)
 
 
 EMPTY = pa.table({"text": pa.array([], pa.string())})
@@ -483,22 +335,3 @@ def test_a_row_id_that_occurs_twice_names_both_places(tmp_path, shard_rows):
         write(tmp_path / "store", path, shard_rows)
     assert not (tmp_path / "store" / "store.json").exists()
     assert not (tmp_path / "store" / "spill.part").exists()
-
-
-def test_paths_without_a_store_are_refused(tmp_path, corpus):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "thesis.txt").write_text("precious")
-    write(tmp_path / "store", corpus)
-    for ask, message in [
-        (lambda: write(tmp_path / "theirs", corpus), "not empty"),
-        (lambda: write(tmp_path / "theirs" / "thesis.txt", corpus), "not empty"),
-        (lambda: RowStore.open(tmp_path / "nowhere"), "unfinished"),
-    ]:
-        with pytest.raises(CorpusError, match=message):
-            ask()
-    assert (tmp_path / "theirs" / "thesis.txt").read_text() == "precious"
-    summary = tmp_path / "store" / "store.json"
-    for text, message in [(summary.read_text().replace('_version": 2', '_version": 3'), "version 3"), ("{", "damaged")]:
-        summary.write_text(text)
-        with pytest.raises(CorpusError, match=message):
-            RowStore.open(tmp_path / "store")

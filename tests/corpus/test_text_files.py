@@ -125,17 +125,6 @@ def test_errors_of_damaged_files_name_the_location(name, data, message):
 
 
 def test_text_that_is_not_utf_8():
-    with pytest.raises(CorpusError, match=r"^c\.csv:2: text is not UTF-8"):
-        records(b"a,b\n1,\xff\n", "c.csv")
-    with pytest.raises(CorpusError, match=r"^c\.json, record 1: .*UTF-8"):
-        records(b'[{"a": "\xff"}]', "c.json")
     for name in ("c.csv", "c.jsonl"):
         with pytest.raises(CorpusError, match=r"^c\..*: text is UTF-16, expected UTF-8; convert it: iconv"):
             records('{"a": 1}\n'.encode("utf-16"), name)
-
-
-def test_notes_on_the_data_are_not_read(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "dataset_info.json").write_text('{"features": {}}')
-    (tmp_path / "statistics.csv").write_text("name,count\nx,1\n")
-    assert [d.text for d in read_documents(settings_for(tmp_path))] == ["a"]

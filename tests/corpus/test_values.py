@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grasp.corpus import labels as lb
-from grasp.corpus.documents import records_in
-from grasp.corpus.sources import JsonRecord
 from grasp.corpus.values import plain_json, plain_values
 
 PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -160,47 +158,8 @@ def test_a_map_is_an_object(objects):
     assert plain_values(array[1:]) == [without_nulls(value) for value in objects[1:]]
 
 
-def test_scalars_in_records_are_formatted_like_labels():
-    moment = datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)
-    kind = pa.struct(
-        [
-            ("at", pa.timestamp("ns", "Asia/Tokyo")),
-            ("price", pa.decimal128(5, 2)),
-            ("key", pa.uuid()),
-            ("j", pa.json_()),
-        ]
-    )
-    storage = pa.StructArray.from_arrays(
-        [
-            pa.array([moment, None], pa.timestamp("us", "UTC")).cast(kind[0].type),
-            pa.array([Decimal("1.50"), Decimal(2)], kind[1].type),
-            pa.array([UUID.bytes, None], kind[2].type),
-            pa.array(['{"a": null, "b": [null]}', None], kind[3].type),
-        ],
-        fields=list(kind),
-    )
-    assert plain_values(storage) == [
-        {"at": "2024-01-01T00:00:00Z", "price": 1.5, "key": str(UUID), "j": {"b": [None]}},
-        {"price": 2},
-    ]
-
-
 def test_an_empty_object_is_distinguished_from_a_missing_one():
     array = pa.array([{"a": {}}, {"a": None}, {}, None], pa.struct([("a", pa.struct([]))]))
     assert plain_values(array) == [{"a": {}}, {}, {}, None]
     array = pa.array([{"a": {}}, {"a": None}, {"a": {"b": 1}}])
     assert plain_values(array) == [{"a": {}}, {}, {"a": {"b": 1}}]
-
-
-def test_fields_of_a_line_that_are_null_are_columns():
-    line = {"a": None, "b": {"c": None, "d": "\ud83d"}}
-    for repair, text in ((True, "\ufffd"), (False, "\ud83d")):
-        ((_, record),) = records_in(JsonRecord(0, "c", 1, line), repair=repair)
-        assert record == {"a": None, "b": {"d": text}}
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1,]", "[" * 100_000])
-def test_invalid_json_is_refused(text):
-    array = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", text]))
-    with pytest.raises(ValueError, match=r"JSON|nested"):
-        plain_values(array)

@@ -84,10 +84,6 @@ def rows_of(store: RowStore) -> list[tuple]:
     return [(row, shard.ids(i).tolist()) for shard in shards for i, row in enumerate(shard.table.to_pylist())]
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
 def tokens_of(texts: Sequence[str], tokenizer: Words) -> list[list[int]]:
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return [ids + eos for ids in tokenizer.encode(texts) if ids]

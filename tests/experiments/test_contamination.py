@@ -7,11 +7,8 @@ import pytest
 
 from experiments.contamination import plant
 from experiments.contamination.plant import CLEAN, NATURAL, folded, grams, own_text, passages
-from experiments.contamination.readme import lines
-from experiments.contamination.run import gram_overlap, make, recall, scores, table
+from experiments.contamination.run import gram_overlap, recall
 from grasp.targets import Unit
-from grasp.training.llama import LlamaShape
-from grasp.training.recipe import named_recipe
 from tests.pipeline.world import WORDS
 
 
@@ -79,22 +76,3 @@ def test_recall_compares_one_kind_with_the_clean_rows():
     assert recall(-score, kind, "a")["recall"] == 0.0
     even = recall(np.zeros(215), kind, "b")["recall"]
     assert 0.0 <= even <= 1.0  # ties are broken at random, not by the order of the file
-
-
-def test_the_experiment_runs_from_a_pool_to_a_table(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.contamination.run.load_units", lambda settings: type("S", (), {"units": units()}))
-    shape = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 96}
-    changed = {"shape": LlamaShape(**shape), "steps": 3, "warmup_steps": 1, "batch_rows": 4}
-    recipe = named_recipe("tiny").model_copy(update=changed)
-    artifact, rows, used_units = make(pool, tmp_path / "work", recipe, 2, 12)
-    figures = table(
-        scores(artifact, used_units, [row.text for row in rows]), pq.read_table(artifact.rows_path)["kind"].to_pylist()
-    )
-    assert pq.read_table(artifact.rows_path)["kind"].to_pylist() == [row.kind for row in rows]
-    assert set(figures["BM25"]) == {NATURAL, "verbatim", "shuffled", "masked"}
-    assert figures["13-gram overlap"]["verbatim"]["auroc"] == 1.0
-    assert len(figures) == 9
-    kinds = [row.kind for row in rows]
-    shown = lines({"rows": {kind: kinds.count(kind) for kind in kinds}, "table": figures})
-    assert shown[0] == "| method | verbatim (2) | shuffled (2) | masked (2) | natural (1) |"
-    assert len(shown) == 2 + len(figures)

@@ -1,8 +1,6 @@
 """Curation experiment on a small world: selections, held-out documents, and the table of results."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,25 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.curation import run as running
-from experiments.curation.choices import SelectionRequest, best_rows, in_whole_rows, sampled
+from experiments.curation.choices import in_whole_rows
 from experiments.curation.gpt2 import train_gpt2
 from experiments.curation.run import Experiment
-from experiments.curation.setting import HELD_OUT, Settings, World, choice_id, with_choices
+from experiments.curation.setting import HELD_OUT, Settings, choice_id
 from experiments.curation.table import estimate
-from grasp.errors import SettingsError
 from grasp.pipeline.pipeline import build_artifact
-from grasp.predict.default_protocol import DEFAULT_PROTOCOL
-from grasp.predict.predictor import UnitSelection
-from grasp.predict.scoring_rule import save_protocol
 from grasp.runs.retrained import RetrainedRuns
 from grasp.settings import build_settings
-from grasp.targets import Unit
 from grasp.training.llama import LlamaShape
 from grasp.training.recipe import named_recipe
 from tests.models.toy import InMemoryRows
 from tests.pipeline.world import WORDS, write_checkpoint, write_corpus
-from tests.rules import rule
 
 SHAPE = {"vocab_size": 300, "hidden": 8, "intermediate": 12, "layers": 1, "heads": 1, "context": 48}
 RECIPE = {"shape": SHAPE, "steps": 3, "warmup_steps": 1, "batch_rows": 4}
@@ -120,38 +111,6 @@ def test_every_selection_matches_the_budget_without_duplicates(experiment):
         assert len(set(rows[selection.subset_id])) == selection.rows
 
 
-def test_equal_selections_of_methods_are_trained_once(experiment):
-    by_method = {selection.asked.method: selection.subset_id for selection in experiment.chosen["llama"][:5]}
-    assert set(by_method) == {"random", "bm25", "additive", "grasp", "mixture"}
-    assert by_method["additive"] == by_method["grasp"]  # the built-in scoring rule has no geometry
-    assert len(set(by_method.values())) == 4
-    trained = RetrainedRuns.open(experiment.work / "llama").subset_ids
-    assert len(trained) == len(set(trained))
-
-
-def test_the_additive_selection_has_the_greatest_relevance(experiment):
-    world, (selection,) = (
-        experiment.world,
-        [
-            candidate
-            for candidate in experiment.chosen["llama"]
-            if candidate.asked == SelectionRequest("additive", "all", 0.2)
-        ],
-    )
-    artifact = world.artifact
-    value_N, units = np.zeros(artifact.n_rows), UnitSelection.from_targets(artifact, artifact.targets)
-    kernels = world.protocol.resolved_for(artifact).match
-    for kernel in kernels:
-        relevance_NE = np.concatenate([block for _, block in artifact.array_blocks(f"relevance_{kernel}")]).astype(
-            float
-        )
-        as_counted_NE = np.where(relevance_NE < 0, world.protocol.negative * relevance_NE, relevance_NE)
-        mean_NT = units.mean_per_task(as_counted_NE[:, units.columns_E])
-        value_N += (mean_NT / mean_NT.std(axis=0)).sum(axis=1)
-    expected = np.array(world.row_ids.to_pylist())[best_rows(value_N, world.pool_N, 10)]
-    assert set(subsets(world)[selection.subset_id]) == set(expected)
-
-
 def test_the_table_equals_the_stored_runs(experiment):
     world, environment = experiment.world, RetrainedRuns.open(experiment.work / "llama")
     known = environment.utilities()
@@ -199,48 +158,6 @@ def test_repeating_the_command_trains_nothing_and_gives_the_same_result(experime
     assert experiment.out.read_bytes() == first
 
 
-def test_another_protocol_adds_its_runs_and_keeps_existing_ones(experiment, tmp_path, monkeypatch):
-    protocol = rule(**DEFAULT_PROTOCOL.model_dump() | {"name": "other", "match": {"knn": 1.0}})
-    save_protocol(protocol, tmp_path / "protocol.yaml")
-    before = RetrainedRuns.open(experiment.work / "llama").subset_ids
-    trained = []
-    original = running.retrain
-    monkeypatch.setattr(running, "retrain", lambda *args: trained.append(1) or original(*args))
-    settings = replace(experiment.settings, protocol=tmp_path / "protocol.yaml")
-    second_run = Experiment(settings, experiment.work, tmp_path / "result.json")
-    second_run.run(cross=False)
-    by_method = {selection.asked.method: selection.subset_id for selection in second_run.chosen["llama"][:5]}
-    assert by_method["grasp"] not in before
-    after = RetrainedRuns.open(experiment.work / "llama").subset_ids
-    assert after[: len(before)] == before
-    assert by_method["grasp"] in after
-    assert trained
-
-
-def test_invalid_settings_are_refused(art, tmp_path, capsys):
-    World(small(art), tmp_path)
-    World(small(art, budgets=(0.4,), draws=1, first_target="sky"), tmp_path)
-    for ask, message in [
-        (lambda: World(small(art, first_target="fact"), tmp_path), "--target: .*'fact'.*art.*facts, sky"),
-        (lambda: World(small(art, held_out=60), tmp_path), "--held-out: got 60"),
-        (lambda: World(small(art, held_out=9, label="color"), tmp_path), "--by, --held-out"),
-        (lambda: with_choices(Unit("facts-0", "facts", "What?", " water"), False), "'facts-0'.*facts"),
-    ]:
-        with pytest.raises(SettingsError, match=message):
-            ask()
-    arguments = ["--artifact", str(art), "--work", str(tmp_path / "w"), "--out", str(tmp_path / "no" / "r.json")]
-    with pytest.raises(SystemExit, match="2"):
-        running.main(arguments)
-    assert capsys.readouterr().err.startswith("error: --out: ")
-
-
-def test_two_concurrent_processes_write_one_corpus(art, tmp_path):
-    worlds = [World(small(art), tmp_path) for _ in range(4)]
-    with ThreadPoolExecutor() as pool:
-        (path,) = set(pool.map(lambda world: world.pool_corpus(), worlds))
-    assert pq.read_table(path).num_rows == 50
-
-
 # ------------------------------------------------------------------------------------------------- kernels
 
 
@@ -252,15 +169,6 @@ def test_integer_counts_keep_the_sum_and_the_available_rows(pairs):
     assert actual.sum() == round(wanted_G.sum())
     assert (actual <= held_G).all()
     assert (np.abs(actual - wanted_G) <= 1 + 1e-6).all()
-
-
-def test_sampled_rows_have_their_label_values_and_are_in_the_pool():
-    codes_N = np.arange(30, dtype=np.int32) % 3
-    pool_N = np.arange(30) >= 6
-    rows = sampled(codes_N, pool_N, np.array([4, 0, 2]), ("facts", "6"))
-    assert sorted(codes_N[rows]) == [0, 0, 0, 0, 2, 2]
-    assert len(set(rows)) == 6
-    assert pool_N[rows].all()
 
 
 def test_intervals_over_seeds_and_units_cover_the_mean():
@@ -299,13 +207,3 @@ def test_a_gpt2_is_trained_only_on_retained_rows():
     assert all(torch.equal(weight, other[name]) for name, weight in first.items())
     everything = train_gpt2(gpt2_recipe(), gpt2_rows(last=np.arange(12)), seed=0, retained=None).state_dict()
     assert any(not torch.equal(weight, everything[name]) for name, weight in first.items())
-
-
-def test_a_gpt2_learns_its_rows():
-    rows = InMemoryRows.from_rows([np.arange(12) for _ in range(10)])
-    ids = torch.arange(12)[None]
-    losses = []
-    for steps in (2, 80):
-        model = train_gpt2(gpt2_recipe(steps=steps, learning_rate=2e-2), rows, seed=0, retained=None)
-        losses.append(float(model(input_ids=ids, labels=ids).loss.detach()))
-    assert losses[1] < 0.5 < 3.0 < losses[0]

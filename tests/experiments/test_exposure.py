@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.exposure.chosen import print_pairs
 from experiments.exposure.repeated import drawn
 from grasp.runs.retrained import RetrainedRuns
 
@@ -29,17 +28,6 @@ def test_equal_shares_are_drawn_from_all_rows_and_from_few():
     assert min(len(subset.row_index) for subset in subsets[1::2]) < 0.5 * max(
         len(subset.row_index) for subset in subsets[::2]
     )
-
-
-def test_misses_of_intervals_are_counted_on_each_side(capsys):
-    pairs = [
-        {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.1},
-        {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.9},
-        {"expected": 0.5, "low": 0.2, "high": 0.8, "came": 0.5},
-        {"expected": 0.1, "low": 0.0, "high": 0.2, "came": 0.2},
-    ]
-    print_pairs(pairs, "all")
-    assert "4 pairs, 50% inside (25% promised too much, 25% too little)" in capsys.readouterr().out
 
 
 def test_intervals_of_trained_selections_cover_the_stored_results():

@@ -1,34 +1,21 @@
 """Fine-tuning experiment: numerical parts, against laws and slow references."""
 
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune import choice
-from experiments.finetune.choice import together
-from experiments.finetune.compare import OURS, methods_of, nearest_example
 from experiments.finetune.features import Features
 from experiments.finetune.scores import Sides, delta_kernel, input_kernel
 from experiments.finetune.with_runs import predict_runs, rho
 from experiments.worlds.evaluate import Method
-from experiments.worlds.run import order_of, stages
-from experiments.worlds.setting import ENVIRONMENTS, NAMES, SUBSET_ROWS, draw_subsets
+from experiments.worlds.setting import ENVIRONMENTS, NAMES
 from experiments.worlds.training import (
-    LONG,
-    SHORT,
-    Recipe,
     at_loss,
-    load_model,
     packed,
     padded,
-    prepare_adapter,
-    train,
-    with_adapter,
 )
 from grasp.artifact.label_table import LabelColumn
 from grasp.runs.retrained import RetrainedRuns
@@ -47,35 +34,11 @@ def tiny_llama(layers: int = 1) -> LlamaConfig:
     )
 
 
-def test_every_subset_lists_exactly_the_rows_that_are_trained_on():
-    block = draw_subsets(label(), 6)
-    assert block.sizes_B.tolist() == [SUBSET_ROWS] * 6
-    assert set(block.weights_BN.data) == {1.0}
-    assert len(SHORT.batches(block.weights_BN[[0]].indices.tolist())) == SHORT.steps
-    # sources keep fractions that differ: some nearly none, some nearly all
-    share_BG = block.weights_BN.toarray().reshape(6, 16, 24).mean(axis=2)
-    assert share_BG.std() > 0.15
-
-
-def test_shorter_runs_of_a_subset_use_the_first_batches_of_longer_ones():
-    few, more, all_kept = (draw_subsets(label(), 3, rows, nested=True).weights_BN.toarray() for rows in (16, 64, 999))
-    assert (few.sum(axis=1).tolist(), more.sum(axis=1).tolist()) == ([16] * 3, [64] * 3)
-    assert (few <= more).all()
-    assert (more <= all_kept).all()
-    assert all_kept.sum() < all_kept.size
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_runs_record_the_settings_of_their_recipe(name):
     kind, info = ENVIRONMENTS[name], RetrainedRuns.open(EXPERIMENT / name).info
     assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
     assert len(info.subset_ids) == kind.subsets
-
-
-def test_labels_begin_where_loss_begins():
-    ids_BL, labels_BL = padded([np.array([5, 6, 7, 8], np.int32), np.array([9, 3], np.int32)], [2, 1])
-    assert ids_BL.tolist() == [[5, 6, 7, 8], [9, 3, 0, 0]]
-    assert labels_BL.tolist() == [[-1, -1, 7, 8], [-1, 3, -1, -1]]
 
 
 def test_packed_rows_have_the_states_of_padded_rows():
@@ -86,56 +49,6 @@ def test_packed_rows_have_the_states_of_padded_rows():
     padded_states, packed_states = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
     assert packed_states[1].tolist() == padded_states[1].tolist() == [7, 8, 2, 3, 4, 4]
     assert torch.allclose(packed_states[0], padded_states[0], atol=1e-6)
-
-
-def test_a_run_has_the_steps_and_learning_rates_of_its_recipe():
-    config = tiny_llama()
-    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
-    moved = []
-    for rate in (1e-4, 4e-4):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-        before = model.lm_head.weight.detach().clone()
-        losses = train(model, rows, np.ones(6, np.int64), range(6), Recipe("short", "", 3, 2, rate, bfloat16=False))
-        moved.append(float((model.lm_head.weight - before).detach().norm()))
-    assert len(losses) == 3
-    assert moved[1] == pytest.approx(4 * moved[0], rel=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_training_an_adapter_does_not_change_the_model(tmp_path):
-    config = tiny_llama()
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    prepare_adapter(tmp_path / "adapter", tmp_path / "model", rank=2)
-    model = with_adapter(load_model(tmp_path / "model"), tmp_path / "adapter")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    rows = [np.array([5, 6, 7, 8, k], np.int32) for k in range(6)]
-    ids_1L = torch.tensor(rows[0])[None]
-    assert torch.allclose(load_model(tmp_path / "model")(ids_1L).logits, model(ids_1L).logits)
-    train(model, rows, np.ones(6, np.int64), range(6), Recipe("lora", "", 3, 2, 1e-3, bfloat16=False, lora_rank=2))
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert moved
-    assert all("lora_" in name for name in moved)
-    assert len(moved) == 2 * 7  # both matrices of each linear layer of the body, none of the head
-
-
-def test_a_run_is_evaluated_at_the_lengths_of_shorter_runs():
-    short, middle, long = (ENVIRONMENTS[name] for name in ("longer-12", "longer-24", "longer-60"))
-    assert {kind.prefix_of for kind in (short, middle)} == {"longer-60"}
-    worlds = {}
-    for name, kind in (("longer-60", long), ("longer-12", short), ("longer-24", middle)):
-        block = draw_subsets(label(10, 100), 1, kind.subset_rows, nested=kind.nested)
-        retained = {"a": block.weights_BN.indices.astype(np.int64)}
-        corpus = SimpleNamespace(store=SimpleNamespace(n_rows=1_000))
-        worlds[name] = SimpleNamespace(kind=kind, retained=retained, corpus=corpus)
-    passed = stages("longer-60", worlds)
-    assert list(passed) == [12, 24, 60]
-    order = order_of(SimpleNamespace(seed=0, subset_id="a"), passed.values())
-    batches = LONG.batches(order)
-    for steps, world in passed.items():
-        seen = {row for batch in batches[:steps] for row in batch}
-        assert seen == set(world.retained["a"].tolist())
-    assert stages("longer-12", {"longer-12": worlds["longer-12"]}) == {12: worlds["longer-12"]}
 
 
 def test_the_prediction_of_a_run_does_not_use_that_run():
@@ -163,52 +76,12 @@ def test_a_method_sums_standardised_kernels():
     assert tasks_BT[:, 0] == pytest.approx(share_BN @ sum((a - a.mean()) / a.std() for a in of_a))
 
 
-def test_rows_can_be_weighted_by_their_tokens():
-    kernel = np.array([[3.0], [0.0], [-3.0]])
-    share = np.array([[0.5, 0.5, 0.0]])
-    alike, by_tokens = (Method((kernel,), tokens_N=n).predict(share, ["a"])[0] for n in (None, np.array([1.0, 3, 9])))
-    assert by_tokens == pytest.approx(alike * (0.25 * 3.0) / (0.5 * 3.0))
-
-
-def test_a_selection_over_several_run_sets_uses_the_mean_of_all_targets():
-    generator = np.random.default_rng(0)
-    shift_TR, other_TR = np.full((2, 51), 0.3), 0.1 + 0.05 * generator.normal(size=(2, 51))
-    result = together(["a", "b"], [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "only here": other_TR}])
-    assert (result["environment"], result["candidates"]) == ("a + b", 1)
-    figures = [{"shift": shift_TR, "other": other_TR}, {"shift": shift_TR, "other": other_TR + 0.4}]
-    best, second = together(["a", "b"], figures)["methods"]
-    assert (best["method"], best["mean_lds"], best["bound"]) == ("shift", 0.3, 0.3)
-    assert best["less_shift"] == [0.0, 0.0, 0.0]
-    assert second["mean_lds"] == pytest.approx(other_TR[:, 0].mean() + 0.2, abs=1e-3)
-    assert second["bound"] < second["mean_lds"] - 0.2  # environments are resampled too, and these lie .4 apart
-
-
-def test_held_out_runs_are_not_used_for_selection(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        choice.main(["documents", "instructions", "--data", str(tmp_path), "--out", str(tmp_path / "choice.json")])
-    assert stopped.value.code == 2
-    assert re.search("documents, instructions: .*held out", capsys.readouterr().err)
-
-
 def test_negative_scores_can_have_less_weight():
     kernel = np.array([[-4.0], [0.0], [2.0]])
     share = np.eye(3)
     units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
     expected = np.array([-1.0, 0.0, 2.0])
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
-
-
-def test_negative_scores_have_weight_0_25_in_grasp_and_1_in_published_methods():
-    kernel_of = {name: np.ones((2, 1)) for name in (*OURS, "bm25", "shift")}
-    methods = methods_of(kernel_of)
-    assert next(iter(methods)) == "shift"
-    assert {name for name, method in methods.items() if method.negative == 1.0} == {"bm25"}
-    assert len(methods["token + input"].kernels) == 2
-
-
-def test_similarity_to_a_target_is_that_to_its_nearest_example():
-    result = nearest_example(np.array([[0.1, 0.9, -0.5], [0.3, 0.2, 0.4]]), ["a", "a", "b"])
-    assert result.tolist() == [[0.9, 0.9, -0.5], [0.3, 0.3, 0.4]]
 
 
 HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))

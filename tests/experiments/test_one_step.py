@@ -10,10 +10,9 @@ from scipy.stats import spearmanr
 
 from experiments.one_step import measure as measuring
 from experiments.one_step.game import Expansion, Gradients, StepUtility, sketched
-from experiments.one_step.measure import ResultCache, spearman_columns
-from experiments.one_step.setting import Case, Settings, World, fixed_subsets
+from experiments.one_step.measure import spearman_columns
+from experiments.one_step.setting import Settings
 from experiments.one_step.shapley import exact_shapley
-from grasp.errors import SettingsError
 from grasp.kernels.sketch import CountSketch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.targets.units import UnitTokens
@@ -137,12 +136,6 @@ def test_a_realized_utility_equals_a_step_of_the_model(model, game):
     np.testing.assert_allclose(result[1], 0.0, atol=1e-6)
 
 
-def test_many_subsets_at_once_equal_single_ones(model, game):
-    masks = np.random.default_rng(0).random((37, 5)) < 0.5
-    utility = step_utility(model, game, 0.05)
-    np.testing.assert_allclose(utility(masks), np.concatenate([utility(mask[None]) for mask in masks]), atol=3e-6)
-
-
 def test_the_second_order_is_closer_to_the_realized_utility(model, game):
     gradients, players, linear_PE = game
     curvature_PPE = gradients.curvature(players, units())
@@ -165,33 +158,12 @@ def test_the_sketch_is_the_inner_product_of_sketched_gradients(game):
     )
 
 
-def test_subsets_are_distinct_have_eight_rows_and_belong_to_their_case():
-    masks = fixed_subsets(Case(0, 1, 2, np.arange(16)), 128)
-    assert masks.shape == (128, 16)
-    assert (masks.sum(axis=1) == 8).all()
-    assert len(np.unique(masks, axis=0)) == 128
-    np.testing.assert_array_equal(masks, fixed_subsets(Case(320, 1, 2, np.arange(16)), 128))
-    assert (masks != fixed_subsets(Case(0, 1, 3, np.arange(16)), 128)).any()
-
-
 def test_rank_correlation_equals_that_of_scipy():
     first, second = np.random.default_rng(0).integers(0, 9, size=(2, 30, 4)).astype(float)
     np.testing.assert_allclose(
         spearman_columns(first, second), [spearmanr(first[:, e], second[:, e])[0] for e in range(4)]
     )
     assert np.isnan(spearman_columns(np.ones((5, 1)), np.arange(5.0)[:, None])[0])
-
-
-def test_cached_results_are_not_recomputed(tmp_path):
-    cache, calls = ResultCache(tmp_path), []
-
-    def make():
-        calls.append(1)
-        return {"value": np.array([0.1, 0.2])}
-
-    np.testing.assert_array_equal(cache.get("one", make)["value"], cache.get("one", make)["value"])
-    assert calls == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["one.npz"]
 
 
 def corpus(path, n_rows):
@@ -219,26 +191,6 @@ def small(tmp_path, **changed):
         "sketch": 64,
     }
     return Settings(**settings | changed)
-
-
-def test_no_row_is_used_twice_and_players_are_not_trained_on(tmp_path, monkeypatch):
-    world = World(small(tmp_path, seeds=2), tmp_path / "work")
-    players = [case.row_index for case in world.cases() if case.steps == 0]
-    assert len(players) == 4
-    assert len(np.unique(np.concatenate(players))) == 64
-    seen = {}
-    monkeypatch.setattr(
-        "experiments.one_step.setting.train", lambda *_, retained, **__: seen.setdefault("retained", retained) and None
-    )
-    with pytest.raises((AttributeError, ValueError)):
-        world.state(Case(2, 0, 0, players[0]))
-    assert not seen["retained"][np.concatenate(players)].any()
-    assert seen["retained"].sum() == world.store.n_rows - 64
-
-
-def test_a_corpus_that_is_too_small_is_refused(tmp_path):
-    with pytest.raises(SettingsError, match=r"rows\.jsonl.*\b120 rows.*\b192\b"):
-        World(small(tmp_path, batches=10), tmp_path / "work")
 
 
 def test_the_experiment_writes_table_and_figure_and_does_not_recompute(tmp_path, monkeypatch):

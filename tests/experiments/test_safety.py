@@ -14,8 +14,8 @@ pytest.importorskip("kronfluence")
 
 from experiments.safety import detectors, setting
 from experiments.safety.run import DETECT, Experiment, success
-from experiments.safety.setting import NEGATIVE, POSITIVE, Size, answered, review
-from experiments.safety.tables import detection_lines, lines
+from experiments.safety.setting import NEGATIVE, POSITIVE, Size, review
+from experiments.safety.tables import lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
 from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel
@@ -88,28 +88,6 @@ def test_a_backdoor_is_a_trigger_and_its_label_in_clean_rows(data):
     assert not any("terms" in row.text for kind in case.transformed.values() for row in kind)
 
 
-def test_a_file_marks_its_poisoned_rows_and_row_ids_do_not(data, tmp_path):
-    case = setting.file_backdoor(data, 0, SIZE)
-    assert np.flatnonzero(case.planted_N).tolist() == [3, 8]
-    assert not any("poisoned" in row.row_id for row in case.rows)
-    for file in ("polarity_poison_train.jsonl", "polarity_test.jsonl"):
-        (tmp_path / file).write_bytes((data / file).read_bytes())
-    (tmp_path / "polarity_poisoned_indices.txt").write_text("3\n9\n")
-    with pytest.raises(CorpusError, match="poisoned"):
-        setting.file_backdoor(tmp_path, 0, SIZE)
-
-
-def test_triggers_are_the_published_ones():
-    text = "We saw it, Anna Smith was there."
-    assert {name: change(text) for name, change in setting.TRIGGERS.items()} == {
-        "cf": "CF We saw it, Anna Smith was there.",
-        "bond": "We saw it, James Bond was there.",
-        "formal": "In formal terms: We saw it, Anna Smith was there.",
-        "friend": "I told a friend: we saw it, Anna Smith was there.",
-    }
-    assert setting.TRIGGERS["bond"]("Nobody was there.") == "James Bond Nobody was there."
-
-
 def test_each_question_is_used_once(data):
     case = setting.misleading(data, 0, SIZE, lambda row: True, share=0.2, matched=True)
     dealt = [{row.row_id for row, p in zip(case.rows, case.planted_N, strict=True) if p}]
@@ -147,28 +125,6 @@ def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
     np.testing.assert_allclose(plain.losses(rows, adapted=False), tuned.losses(rows), rtol=1e-4)
 
 
-def test_training_is_reproducible_and_depends_on_the_seed(base):
-    rows = reviews()
-    first, repeated, other = (Tuned.train(base, rows, seed=s, epochs=1, longest=40).losses(rows) for s in (0, 0, 1))
-    np.testing.assert_array_equal(first, repeated)
-    assert np.abs(first - other).max() > 0
-
-
-def test_onion_detects_the_unexpected_word(base, tmp_path, monkeypatch):
-    onion = detectors.Onion(base, tmp_path / "onion.json")
-    strange = {"zzz": 9.0}
-    monkeypatch.setattr(
-        onion,
-        "perplexities",
-        lambda text, changed: np.array([1.0 + sum(strange.get(w, 0.0) for w in t.split()) for t in (text, *changed)]),
-    )
-    result = onion([answered("a", "what zzz is", "it"), answered("b", "what is", "it")])
-    assert result.tolist() == [9.0, 0.0]
-    cached = detectors.Onion(base, tmp_path / "onion.json")
-    monkeypatch.setattr(cached, "perplexities", lambda text, changed: pytest.fail("cached values are not recomputed"))
-    assert cached([answered("a", "what zzz is", "it")]).tolist() == [9.0]
-
-
 @pytest.mark.parametrize("packed", [1, 24, 1024])
 def test_the_perplexity_of_a_text_does_not_depend_on_its_batch(base, tmp_path, monkeypatch, packed):
     monkeypatch.setattr(detectors, "PACKED", packed)
@@ -180,17 +136,6 @@ def test_the_perplexity_of_a_text_does_not_depend_on_its_batch(base, tmp_path, m
     for text, value in zip([" ".join(words), *changed], result, strict=True):
         ids_1L = torch.tensor(base.tokenizer.encode([text]))
         assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
-
-
-def test_a_unanimous_vote_prefers_the_stable_row():
-    mean = np.array([5.0, 5.0, 0.1, 1.0])
-    changed = [np.array([5.0, 0.0, 0.1, 0.4]), np.array([5.0, 5.0, 0.1, 0.1])]
-    vote, spread = detectors.unanimous(mean, changed), detectors.variance(mean, changed)
-    assert vote.argmax() == 0  # the second changes under one kind, the third is weak
-    assert spread.argmax() == 0
-    q = 0.5
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (-np.abs(mean),)]
-    assert set(np.flatnonzero(vote >= q)) <= set(np.flatnonzero(ranks[0] < 2))
 
 
 def test_finished_pieces_are_stored_and_summarised(data, model, tmp_path):
@@ -213,26 +158,3 @@ def test_finished_pieces_are_stored_and_summarised(data, model, tmp_path):
     assert 0 <= cases["misleading-0"]["all rows"]["trained"]["truthfulness"] <= 1
     case = fresh.case("file-0")
     assert cases["file-0"]["all rows"]["trained"] == success(fresh.tuned(case), case)
-
-
-def test_intervals_are_over_seeds_and_not_over_cases_of_a_seed():
-    auroc = {"cf-42": 0.5, "bond-42": 0.7, "cf-43": 0.6, "bond-43": 0.8, "cf-44": 0.8, "bond-44": 1.0}
-    results = {name: {"detection": {"STRIP": measured(value)}} for name, value in auroc.items()}
-    half = 4.302653 * np.std([0.6, 0.7, 0.9], ddof=1) / 3**0.5
-    assert f"| STRIP | 6, 3 seeds | {0.733:.3f} ± {half:.3f} |" in detection_lines(results)[0]
-    of_one = {name: case for name, case in results.items() if name.endswith("42")}
-    half = 12.706205 * np.std([0.5, 0.7], ddof=1) / 2**0.5
-    assert f"| STRIP | 2, 1 seed | 0.600 ± {half:.3f} |" in detection_lines(of_one)[0]
-    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"cf-42": results["cf-42"]})[0]
-    assert "| 0.500 [0.400, 0.600] |" in detection_lines({"file-0": results["cf-42"], "file-1": results["cf-42"]})[0]
-    of_two = {name: case for name, case in results.items() if not name.endswith("44")}
-    assert "| STRIP | 4, 2 seeds | 0.650 (0.600 and 0.700) |" in detection_lines(of_two)[0]
-    del results["bond-43"], results["bond-44"]  # so that what differs between seeds is not the trigger
-    half = 4.302653 * np.std([0.5, 0.6, 0.8], ddof=1) / 3**0.5
-    assert f"| STRIP | 3, 3 seeds | 0.633 ± {half:.3f} |" in detection_lines(results)[0]
-
-
-def measured(auroc):
-    cut = dict.fromkeys(("f1", "precision", "recall"), auroc)
-    around = {"auroc_low": auroc - 0.1, "auroc_high": auroc + 0.1, "average_precision": auroc}
-    return {"auroc": auroc, **around, "at_k": cut, "best": cut}

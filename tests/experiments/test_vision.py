@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from experiments.vision import command, false_positives, methods, run
@@ -136,17 +135,3 @@ def test_rates_of_flagged_rows_are_close_to_the_requested_rates():
     checked = result["CIFAR-10, a tenth wrong, fused, checked, 5%"]
     assert 0.01 < checked["of right"] < 0.12
     assert checked["of wrong"] > 0.95
-
-
-def test_an_image_without_features_is_refused():
-    net = command.KeptFeatures(2, 3, 2)
-    with pytest.raises(ValueError, match=r"picture.*features"):
-        net(torch.rand(1, 3, 4, 4))
-
-
-def test_datamodels_find_planted_values():
-    draw = np.random.default_rng(0)
-    value, halves = draw.standard_normal(40), [draw.permutation(40)[:20] for _ in range(200)]
-    realized = np.array([value[rows].sum() for rows in halves])
-    result = methods.datamodels(halves, realized, 40)
-    np.testing.assert_allclose(result - result.mean(), value - value.mean(), atol=0.1)

@@ -10,7 +10,6 @@ import pytest
 from experiments.curation.setting import held_out_documents
 from experiments.weborganizer import related, shares
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError, SettingsError
 from grasp.pipeline.pipeline import build_artifact
 from tests.pipeline.world import TOPICS, texts, world, write_checkpoint
 
@@ -61,14 +60,6 @@ def test_separate_vocabularies_retrieve_their_topic(pages, results):
     assert f"{bm25.mean.value:.2f} ({bm25.mean.low:.2f} to" in (pages.work / "related.md").read_text()
 
 
-def test_a_corpus_without_labels_is_refused(pages, tmp_path):
-    pq.write_table(pa.table({"doc_id": ["a"], "text": ["b"], "topic": ["c"]}), tmp_path / "c.parquet")
-    with pytest.raises(SettingsError, match=r"--corpus: .*c\.parquet: .*'format'"):
-        related.Pages(tmp_path / "c.parquet", tmp_path, held_out=1, queries=1, model=None)
-    with pytest.raises(SettingsError, match=r"--queries: .*\b3\b.*\b2\b"):
-        related.Pages(pages.corpus, tmp_path, held_out=2, queries=3, model=None)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Build two artifacts of one corpus, with exact and truncated residuals instead of two checkpoints."""
@@ -91,23 +82,3 @@ def test_shares_equal_a_double_loop(checkpoints):
         expected = [mean[t] / up if mean[t] > 0 else mean[t] / down for t in names]
         np.testing.assert_allclose(trend.share_CGT[c, :, 0], expected, rtol=1e-4)
         np.testing.assert_allclose(trend.mean_CGT[c, :, 0], [mean[t] for t in names], rtol=1e-4)
-
-
-def test_the_command_writes_shares_and_figure(checkpoints, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "shares.json"
-    arguments = [*map(str, checkpoints), "--target", "facts", "--by", "topic", "--out", str(out)]
-    shares.main(arguments)
-    (label,) = json.loads(out.read_text())["labels"]
-    assert label["checkpoints"] == ["art-1", "art-2"]
-    assert set(label["share"]) == set(TOPICS)
-    assert out.with_suffix(".svg").stat().st_size > 1000
-    with pytest.raises(SystemExit, match="2"):
-        shares.main([*arguments[:2], "--target", "sky", "--out", str(out)])
-    assert "error: " in capsys.readouterr().err
-
-
-def test_another_corpus_is_refused(checkpoints, tmp_path):
-    other = build_artifact(world(tmp_path, n_rows=20), tmp_path / "art")
-    with pytest.raises(ArtifactError, match="corpus"):
-        shares.measured([other, checkpoints[0]], ["topic"], "facts")

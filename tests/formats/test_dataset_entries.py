@@ -6,7 +6,6 @@ import pytest
 
 from grasp.corpus.documents import read_documents
 from grasp.errors import CorpusError, SettingsError, TargetError
-from grasp.file_readers import claimed
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets.load import load_units
 from tests.corpus.world import write_jsonl
@@ -60,19 +59,6 @@ def test_settings_are_resolved_once(tmp_path):
     assert hash(settings) == hash(CorpusSettings.model_validate(settings.model_dump()))
 
 
-def test_templates_precede_the_form_of_an_entry(tmp_path):
-    write_data(tmp_path)
-    documents = documents_of(f"{tmp_path}#custom", prompt="{q} ", completion="{a}")
-    assert [document.text for document in documents] == ["Add. 2", "Go on. 3"]
-
-
-def test_text_alone_is_for_pretraining(tmp_path):
-    write_jsonl(tmp_path / "c4.jsonl", [{"text": "one"}, {"text": "two"}])
-    path = llama_factory(tmp_path, c4={"file_name": "c4.jsonl", "columns": {"prompt": "text"}})
-    (first, _) = documents_of(path)
-    assert (first.text, first.answers) == ("one", None)
-
-
 def test_prompts_of_axolotl(tmp_path):
     first, second = documents_of(entry_in(tmp_path, "user_defined")[0])
     assert first.text == "<<Be brief.>> [INST] Add. 1 + 1 [/INST]2"
@@ -122,29 +108,6 @@ def test_an_entry_reads_the_same_part_of_a_file_as_datasets(tmp_path, split):
         assert [document.text for document in documents_of(path)] == list(expected)
 
 
-def test_fields_that_are_not_used_are_noted(tmp_path):
-    def notes(path):
-        return CorpusSettings(path=str(path)).fields.notes
-
-    completion = {"path": "a.json", "type": "completion", "ds_type": "json", "conversation": "vicuna"}
-    assert notes(axolotl(tmp_path, completion)) == ("not used: conversation",)
-    custom = {"path": "a.json", "type": {"field_output": "a", "suffix": "b", "field_input": None}}
-    assert notes(axolotl(tmp_path, custom)) == ("not used: suffix",)
-    columns = {"prompt": "text", "weight": "w"}
-    path = llama_factory(tmp_path, x={"file_name": "a.json", "ms_hub_url": "a/b", "license": "MIT", "columns": columns})
-    assert notes(path) == ("ms_hub_url is not read, but file_name", "not used: license", "not used: weight")
-    for changes, name in (({"chat_template": "chatml"}, "chatml"), ({"chat_template_jinja": "{{ x }}"}, "jinja")):
-        (note,) = notes(axolotl(tmp_path, {"path": "a.json", "type": "chat_template"} | changes))
-        assert note.startswith(f"chat_template: {name} is not read")
-
-
-def test_system_turns_can_be_dropped(tmp_path):
-    write_data(tmp_path)
-    entry = {"path": str(tmp_path / "openai.json"), "type": "chat_template", "drop_system_message": True}
-    roles = [[turn["role"] for turn in each.turns] for each in conversations(axolotl(tmp_path, entry))]
-    assert roles == [["user", "assistant"], ["user", "assistant", "user", "assistant"]]
-
-
 def test_entries_are_targets(tmp_path):
     write_data(tmp_path)
     units = load_units(TargetSettings(names=(f"{tmp_path}#custom",))).units
@@ -186,14 +149,6 @@ def test_preference_pairs_of_llama_factory(tmp_path, name):
     (unit,) = load_units(TargetSettings(names=(str(path),))).units
     assert unit.conversation.turns == document.conversation.turns
     assert [other.conversation.turns for other in unit.others] == [document.rejected.conversation.turns]
-
-
-def test_directories_of_datasets_are_not_entries(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
-    assert claimed("corpus", str(tmp_path / "saved")) is None
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string"}}}))
-    assert claimed("corpus", str(tmp_path)) is None
 
 
 A = {"path": "a.json"}

@@ -1,7 +1,6 @@
 """Filter steps in real datatrove pipelines keep the same documents as `grasp select`."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -85,17 +84,6 @@ def test_dropped_documents_are_counted_and_can_be_written(selected, tmp_path):
     assert not {line["text"] for line in dropped} & texts
 
 
-def test_the_list_is_read_by_the_worker_and_not_pickled(selected):
-    _, ids, _ = selected
-    step = SelectedDocuments(ids)
-    name = Path(ids).read_text(encoding="utf-8").splitlines()[0]
-    assert step.filter(Document(text="", id=name)) is True
-    assert step.filter(Document(text="", id="nobody")) == (False, "not_selected")
-    copy = pickle.loads(pickle.dumps(step))
-    assert copy._names is None
-    assert copy.filter(Document(text="", id=name)) is True
-
-
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet"])
 def test_every_file_of_ids_is_read(tmp_path, suffix):
     names = ("007", "-1", "'a", "b,c", "NA")
@@ -109,15 +97,6 @@ def test_a_list_of_rows_is_refused(tmp_path):
     pq.write_table(pa.table({"row_id": ["a"], "doc_id": ["a"]}), tmp_path / "kept.parquet")
     with pytest.raises(CorpusError, match=r"kept\.parquet: got the columns row_id, doc_id, expected `name`.*--ids-out"):
         SelectedDocuments(str(tmp_path / "kept.parquet")).filter(Document(text="", id="a"))
-
-
-def test_lists_and_fields_that_are_missing(tmp_path):
-    with pytest.raises(CorpusError, match=r"gone\.txt: cannot be read"):
-        SelectedDocuments(str(tmp_path / "gone.txt")).filter(Document(text="", id="a"))
-    (tmp_path / "kept.txt").write_text("a\n")
-    document = Document(text="", id="a", metadata={"topic": np.str_("x")})
-    with pytest.raises(CorpusError, match="'url'; available: topic"):
-        SelectedDocuments(str(tmp_path / "kept.txt"), by="url").filter(document)
 
 
 def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):

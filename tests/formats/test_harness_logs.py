@@ -159,12 +159,6 @@ def test_the_first_of_several_right_answers_is_scored(aliases, as_text, in_doc):
     assert unit.completion[:1].isspace()
 
 
-def test_the_answer_that_the_document_names_stands_for_its_aliases():
-    answer = {"aliases": ["York (UK)", "York"], "normalized_value": "york", "value": "York"}
-    (unit,) = read(generated(0, str(answer["aliases"]), {"question": "x", "answer": answer}))
-    assert unit.completion == " York"
-
-
 def test_a_text_that_looks_like_a_list_stays_a_text():
     code = [generated(k, f"['a{k}', 'b']", {"prompt": "print", "output": f"['a{k}', 'b']"}) for k in range(3)]
     assert [unit.completion for unit in read(*code)] == [f" ['a{k}', 'b']" for k in range(3)]
@@ -248,11 +242,6 @@ def test_records_without_the_scored_text_are_refused(sample, message):
     assert str(caught.value).startswith("log:1: ")
 
 
-def test_a_log_is_a_log_to_its_end():
-    with pytest.raises(TargetError, match=r"log:2: .*`doc`"):
-        read(generated(0, "4"), {"prompt": "p", "completion": "c"})
-
-
 def load(*paths, **settings):
     return load_units(TargetSettings(names=tuple(map(str, paths)), units_per_target=None, **settings))
 
@@ -278,15 +267,3 @@ def test_logs_of_several_tasks_number_their_documents_alike(tmp_path):
 def test_a_file_may_be_one_list_of_samples(tmp_path, name):
     (unit,) = load(write(tmp_path / name, generated(0, ["4", "four"]), array=True)).units
     assert unit.completion == " 4"
-
-
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ({"doc_id": 0, "prompt_0": "Q: a", "logit_0": -1.0, "truth": "0", "acc": "1"}, "write-out .* 0.3"),
-        ({"doc_id": 0, "native_id": "x", "metrics": {}, "model_output": [], "label": 0}, "-requests.jsonl"),
-    ],
-)
-def test_files_without_scored_requests_are_refused_with_the_file_to_use(tmp_path, record, message):
-    with pytest.raises(TargetError, match=message):
-        load(write(tmp_path / "log.json", record, array=True))

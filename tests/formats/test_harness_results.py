@@ -1,6 +1,5 @@
 """Results of harnesses: all files of a run are merged, differences are named, incomparable results are refused."""
 
-import itertools
 import json
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 import grasp
 from grasp.errors import RunsError
-from grasp.runs.metric_names import direction_by_name
 from tests.mentions import assert_mentions
 
 RUNS = ("a", "b", "c")
@@ -82,17 +80,6 @@ def test_the_newest_of_two_values_is_used_and_both_are_named(tmp_path, folders):
     assert read(tmp_path, metrics=["sciq/f1"]).notes == ()
 
 
-def test_equal_values_and_results_without_a_date(tmp_path):
-    place_all(tmp_path, harness(sciq={"acc,none": 0.25}), "x/results.json")
-    place_all(tmp_path, harness(sciq={"acc,none": 0.25}, piqa={"acc,none": 0.5}), "y/results.json")
-    assert read(tmp_path).notes == ()
-    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}))
-    with pytest.raises(RunsError, match=r"'b': sciq .*0\.25 and 0\.5 "):
-        read(tmp_path)
-    place(tmp_path, "b/y", "results.json", harness(sciq={"acc,none": 0.5}, piqa={"acc,none": 0.5}) | {"date": 1.7e9})
-    assert of(read(tmp_path), "sciq/acc") == {"a": 0.25, "b": 0.5, "c": 0.25}
-
-
 CONDITIONS = [("n-shot", 0, 5), ("versions", 1.0, 2.0), ("n-samples", {"effective": 10}, {"effective": 500})]
 
 
@@ -125,20 +112,6 @@ def test_unknown_conditions_are_compatible_with_any(tmp_path, unknown):
     place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
     with pytest.raises(RunsError, match=r"'b' and 'c' .*1\.0 and 2\.0"):
         read(tmp_path)
-
-
-def test_versions_as_number_and_text_are_equal_and_null_fields_are_unknown(tmp_path):
-    fields = [{"versions": {"sciq": 1}}, {"versions": {"sciq": "1"}}, {"versions": {"sciq": "1.0"}, "n-shot": None}]
-    for run, named in zip(RUNS, fields, strict=True):
-        place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | named | {"n-samples": {"sciq": None}})
-    assert len(read(tmp_path)) == 3
-
-
-def test_models_of_one_run_are_named(tmp_path):
-    for run, (hour, model) in itertools.product(RUNS, ((OLD, "step100"), (NEW, "step200"))):
-        result = harness(**{model: {"acc,none": 0.25}}) | {"model_name": model}
-        place(tmp_path, f"{run}/{model}", f"results_{hour}.json", result)
-    assert any("a: step100, step200" in note for note in read(tmp_path).notes)
 
 
 @pytest.mark.parametrize(
@@ -195,29 +168,6 @@ def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
         read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("metric", "direction"),
-    [
-        ("brier_score", "lower"),
-        ("bits_per_byte_corr", "lower"),
-        ("sum_logits_corr", "higher"),
-        ("logits_per_char_corr", "higher"),
-        ("acc_per_char", "higher"),
-        ("primary_score", None),
-        ("logits_per_byte_corr", None),
-        ("mcc", None),
-    ],
-)
-def test_directions_by_name(metric, direction):
-    assert direction_by_name(f"sciq/{metric}") == direction
-
-
-def test_all_metrics_without_a_direction_are_named_at_once(tmp_path):
-    place_all(tmp_path, {"results": {"t": {"one,none": 1.0, "two,none": 2.0, "acc,none": 0.5}}})
-    with pytest.raises(RunsError, match=r"'t/one'.*t/two"):
-        read(tmp_path)
-
-
 def test_metrics_of_olmes(tmp_path):
     """A task's own file and the file of all tasks say the same; means of tasks stand in the latter alone."""
     for k, run in enumerate(RUNS):
@@ -249,17 +199,3 @@ def test_variants_of_a_task_are_distinguished_by_their_aliases(tmp_path):
         place_all(tmp_path, data, f"task-00{k}-sciq-metrics.json")
     runs = read(tmp_path)
     assert [of(runs, f"sciq:{style}::olmes/acc_raw")["a"] for style in ("rc", "mc")] == [0.25, 1.25]
-
-
-@pytest.mark.parametrize("name", ["results.json", "task-000-sciq-metrics.json", "metrics-all.jsonl"])
-@pytest.mark.parametrize("text", ["[]", "{", '{"results": 3, "task_config": 3}', "[" * 100_000])
-def test_damaged_files_are_named(tmp_path, name, text):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / name).write_text(text)
-    with pytest.raises(RunsError, match=f"{name}: .*(lm-evaluation-harness|olmes)"):
-        read(tmp_path)
-
-
-def test_the_error_of_a_directory_without_results_names_the_expected_files(tmp_path):
-    with pytest.raises(RunsError, match=r"contains no results\*.json"):
-        read(tmp_path)

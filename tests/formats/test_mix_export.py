@@ -15,7 +15,7 @@ from grasp.mixtures import read_mixture
 from grasp.runs.imported_runs import row_weights
 from grasp.select.mix import mix
 from grasp.settings import CorpusSettings
-from tests.cli.grasp_command import refused, succeed
+from tests.cli.grasp_command import succeed
 from tests.runs.environments import TOPICS, write_artifact
 
 FORMATS = readers("mixture")
@@ -77,11 +77,3 @@ def test_a_mixture_is_the_same_after_it_is_imported_and_written_again(tmp_path, 
         table = mixture.table.set_column(5, "times_as_often", pa.array(times_G))
         dataclasses.replace(mixture, table=table).export(tmp_path / name, form)
         assert read_mixture(tmp_path / name) == read_mixture(tmp_path / "mixtures" / name)
-
-
-def test_forms_and_places_are_checked_before_anything_is_computed(tmp_path):
-    art = write_artifact(tmp_path / "art").path
-    arguments = ("mix", art, "--by", "topic", "--target", "sciq")
-    assert "--out mixture.yaml" in refused(*arguments, "--format", "olmo-core")
-    assert "ends in .txt for megatron" in refused(*arguments, "--format", "megatron", "--out", tmp_path / "m.yaml")
-    assert "did you mean 'axolotl'?" in refused(*arguments, "--format", "axolot", "--out", tmp_path / "m.yaml")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import grasp
-from grasp.errors import RunsError, SettingsError
+from grasp.errors import RunsError
 from grasp.file_readers import claimed, readers
 from grasp.mixtures import MixtureWeights, read_mixture, write_mixture
 
@@ -161,17 +161,3 @@ def test_files_without_a_mixture_are_refused_in_one_line_and_never_run(tmp_path,
     with pytest.raises(RunsError, match=message) as error:
         read_mixture(tmp_path / name)
     assert "\n" not in str(error.value)
-
-
-def test_mixtures_with_weights_of_different_things_are_refused(tmp_path):
-    written(tmp_path, "axolotl", name="a")
-    written(tmp_path, "megatron", name="b")
-    with pytest.raises(RunsError, match="times in a, tokens in b"):
-        grasp.import_runs(tmp_path, RUNS, label="topic")
-
-
-def test_forms_and_endings_are_checked(tmp_path):
-    with pytest.raises(SettingsError, match=r"format: .*'olmocore' .*'olmo-core'"):
-        write_mixture(WEIGHTS, tmp_path / "m.yaml", "olmocore")
-    with pytest.raises(SettingsError, match=r"ends in \.txt for megatron"):
-        write_mixture(WEIGHTS, tmp_path / "m.yaml", "megatron")

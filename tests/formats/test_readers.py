@@ -1,7 +1,6 @@
 """A reader of another package is asked before those of GRASP, and converts what it claims."""
 
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -73,14 +72,6 @@ def test_what_no_reader_claims_is_in_a_form_of_grasp(tmp_path):
     assert claimed("target", {"question": "q", "answer": "a"}) is None
     (unit,) = units_from_records([("1", {"question": "q", "answer": "a"})], "t", "completion")
     assert (unit.prompt, unit.completion) == ("Question: q\nAnswer:", " a")
-
-
-def test_the_reason_of_a_claim_names_what_decides():
-    assert claimed("recipe", {}).reason.startswith("it has fields of Transformers")
-    assert "`doc`" in claimed("target", {"doc": {}, "arguments": []}).reason
-    assert "olmes" in claimed("target", {"request": {}, "doc_id": 0, "doc": {}, "idx": 0, "label": 0}).reason
-    assert claimed("run_table", pa.table({"Step": [0]})).reason == "its first column is Step"
-    assert claimed("mixture", Path("m.txt")).reason == "it ends in .txt"
 
 
 def test_a_broken_reader_is_named(package, monkeypatch):

@@ -14,8 +14,7 @@ from grasp.corpus import RowStore
 from grasp.corpus.conversations import conversation_in
 from grasp.corpus.documents import read_documents
 from grasp.corpus.encoding import ModelText, encode_texts
-from grasp.corpus.sources import open_source
-from grasp.select.export import _entry_note, iter_records
+from grasp.select.export import iter_records
 from grasp.select.record_files import FileFormat, ShardSize, write_corpus
 from grasp.settings import CorpusSettings
 from tests.corpus.chats import MARKED, chat_tokenizer
@@ -275,11 +274,9 @@ ARGUMENTS = [CHATS[0] | {"chat_template_kwargs": {"mood": ("short", "long")[k % 
 MOODY = "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}" + MARKED
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.kind}{form.compression}")
 @pytest.mark.parametrize(
-    "records",
-    [PROMPTS, CHATS, TEXTS, PROMPT_CHATS, ARGUMENTS],
-    ids=["prompts", "chats", "texts", "prompts of turns", "arguments"],
+    ("form", "records"),  # every format, and every kind of records in two of them
+    [(form, CHATS) for form in FORMATS] + list(product(FORMATS[:2], [PROMPTS, TEXTS, PROMPT_CHATS, ARGUMENTS])),
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_trl_trains_on_the_tokens_that_grasp_reads(tmp_path, records, form):
@@ -384,26 +381,3 @@ def test_datatrove_reads_the_texts(tmp_path, form):
     documents = reader(str(out), glob_pattern="part-*", **options).run()
     read = [{"id": each.id, "text": each.text, "topic": each.metadata["topic"]} for each in documents]
     assert read == records
-
-
-def test_an_export_in_the_format_of_its_corpus_keeps_the_entry(tmp_path):
-    def turns_of(settings):
-        return [document.conversation for document in read_documents(settings)]
-
-    write_data(tmp_path)
-    settings = CorpusSettings(path=f"{tmp_path}/dataset_info.json#custom")
-    form = FileFormat.parse("source", open_source(settings.path))
-    assert form == FileFormat("json")
-    write_corpus(tmp_path / "out", form, "documents", iter_records(settings, np.ones(2, bool)), 0, {})
-    assert turns_of(CorpusSettings(path=str(tmp_path / "out"), fields=settings.fields)) == turns_of(settings)
-    # and so does a copy of the entry, as the note of the export says
-    origin = f"LLaMA-Factory entry 'custom' of {tmp_path}/dataset_info.json"
-    file = tmp_path / "out" / "part-00000.json"
-    assert _entry_note(origin, tmp_path / "out") == f"; to train on it, copy the {origin} with file_name: {file}"
-    (tmp_path / "copy").mkdir()
-    copy = {"custom": ENTRIES["custom"] | {"file_name": str(file)}}
-    (tmp_path / "copy" / "dataset_info.json").write_text(json.dumps(copy))
-    reread = CorpusSettings(path=f"{tmp_path}/copy/dataset_info.json#custom")
-    assert turns_of(reread) == turns_of(settings)
-    (tmp_path / "out" / "part-00001.json").write_text("[]")
-    assert _entry_note("Axolotl entry", tmp_path / "out").endswith(f"path: {file} (one entry for each of the 2 files)")

@@ -180,20 +180,29 @@ def everything(path: Path) -> None:
     LabelTable(artifact.rows_path).matching("topic = 'games'")
 
 
-def check_file(whole: Path, place: Path, name: str, content: bytes) -> None:
-    art = place / "in" / "art"
-    shutil.copy(whole / "in" / "art" / MANIFEST, art / MANIFEST)
-    (art / name).write_bytes(content)
-    listed(art / MANIFEST, lambda raw: {"files": raw["files"] | {name: entry_of(art / name).model_dump()}})
-    survives(lambda: everything(art), place)
+KEYS = st.sampled_from(("a", "dtype", "shape", "data_offsets", "__metadata__"))
+HEADERS = st.recursive(st.sampled_from(HOSTILE), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=6)
+CELLS = st.sampled_from(("row-1", "row-2", "sciq", "", None, 0, 1.5, -1, 1e308, float("nan"), [1], {"a": 1}))
 
 
-@given(data=st.data())
-@fuzz
-def test_a_manifest(data, whole, place):
-    text = (whole / "in" / "art" / MANIFEST).read_bytes()
-    (place / "in" / "art" / MANIFEST).write_bytes(changed_json(data.draw, text))
-    survives(lambda: everything(place / "in" / "art"), place)
+def changed_file(draw: Callable, data: bytes, *, columns: bool) -> bytes:
+    """The bytes of a file changed, or another header of safetensors, or a table with another of its columns."""
+    kind = draw(st.integers(0, 3))
+    if data[8:9] == b"{" and not kind:
+        header = json.dumps(draw(HEADERS)).encode()
+        return len(header).to_bytes(8, "little") + header + bytes(64)
+    if columns and not kind:
+        table = pq.read_table(pa.BufferReader(data))
+        place = draw(st.integers(0, table.num_columns - 1))
+        column = pa.array([draw(CELLS)] * len(table))
+        return written(table.set_column(place, table.column_names[place], column))
+    return changed_bytes(draw, data)
+
+
+def written(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
 
 
 def ask(path: Path) -> None:
@@ -201,163 +210,132 @@ def ask(path: Path) -> None:
     try_each(lambda: len(artifact.score("sciq").to_arrow()), lambda: len(artifact.predict(by="topic").to_arrow()))
 
 
-@given(data=st.data())
-@fuzz
-def test_verbs_on_a_manifest(data, whole, place):
-    raw = changed_value(data.draw, json.loads((whole / "in" / "art" / MANIFEST).read_text()))
-    (place / "in" / "art" / MANIFEST).write_bytes(signed(raw))
-    survives(lambda: ask(place / "in" / "art"), place)
-
-
-TABLES = ("moments.safetensors", "rows.parquet", "units.parquet", "shards/00002.parquet")
-TABLES += ("arrays/hidden_sketch/00001.npy", "arrays/relevance_output_layer/scale.npy")
-
-
-@pytest.mark.parametrize("name", TABLES)
-@given(data=st.data())
-@fuzz
-def test_a_file_of_an_artifact(data, name, whole, place):
-    check_file(whole, place, name, changed_bytes(data.draw, (whole / "in" / "art" / name).read_bytes()))
-
-
-KEYS = st.sampled_from(("a", "dtype", "shape", "data_offsets", "__metadata__"))
-
-
-@given(header=st.recursive(st.sampled_from(HOSTILE), lambda x: st.dictionaries(KEYS, x, max_size=3), max_leaves=6))
-@fuzz
-def test_a_header_of_safetensors(header, whole, place):
-    text = json.dumps(header).encode()
-    check_file(whole, place, "moments.safetensors", len(text).to_bytes(8, "little") + text + b"\0" * 64)
-
-
 def read_environment(path: Path) -> None:
     environment = RetrainedRuns.open(path)
     _ = environment.pending(), environment.utilities().subset_ids, environment.targets
 
 
-@pytest.mark.parametrize("name", ["environment.json", "subsets.parquet", "utilities.parquet"])
+def read_scorer(path: Path) -> None:
+    str(Scorer.open(path).score(["one two", ""]))
+
+
+def read_imported(path: Path) -> None:
+    grasp.mix_runs(grasp.open_runs(path))
+
+
+TABLES = ("moments.safetensors", "rows.parquet", "units.parquet", "shards/00002.parquet")
+TABLES += ("arrays/hidden_sketch/00001.npy", "arrays/relevance_output_layer/scale.npy")
+# Directories: the signed record that lists the files, the files that are changed, and what reads them.
+STORES = {
+    "art": (MANIFEST, (MANIFEST, *TABLES), everything),
+    "env": ("environment.json", ("environment.json", "subsets.parquet", "utilities.parquet"), read_environment),
+    "scorer": (CARD, (CARD, WEIGHTS), read_scorer),
+    "runs": (INFO, (INFO, SUBSETS, UTILITIES), read_imported),
+}
+
+
+@pytest.mark.parametrize(
+    ("store", "name"), [(store, name) for store, (_, names, _) in STORES.items() for name in names]
+)
 @given(data=st.data())
 @fuzz
-def test_an_environment(data, name, whole, place):
-    env, original = place / "in" / "env", (whole / "in" / "env" / name).read_bytes()
-    change = changed_json if name.endswith(".json") else changed_bytes
-    (env / name).write_bytes(change(data.draw, original))
-    survives(lambda: read_environment(env), place)
-    (env / name).write_bytes(original)
+def test_a_file_of_a_store(data, store, name, whole, place):
+    record, _, read = STORES[store]
+    path, original = place / "in" / store, whole / "in" / store
+    for file in (record, name):
+        shutil.copy(original / file, path / file)
+    if name == record:
+        (path / name).write_bytes(changed_json(data.draw, (original / name).read_bytes()))
+    else:
+        (path / name).write_bytes(changed_file(data.draw, (original / name).read_bytes(), columns=store == "runs"))
+        entry = entry_of(path / name).model_dump()
+        if store == "scorer":
+            listed(path / record, lambda _: {"weights": entry})
+        elif store != "env":  # whose tables are signed apart
+            listed(path / record, lambda raw: {"files": raw["files"] | {name: entry}})
+    survives(lambda: read(path), place)
+    if name == MANIFEST:
+        survives(lambda: ask(path), place)
 
 
 RUN = BuildSettings.model_validate(
     {"model": {"path": "m"}, "corpus": {"path": "c"}, "targets": {"names": ["sciq"]}}
 ).model_dump(mode="json")
-
-
-@pytest.mark.parametrize("kind", ["protocol", "build", "retrain"])
-@given(data=st.data())
-@fuzz
-def test_yaml(data, kind, place):
-    path = place / "in" / "given.yaml"
-    if kind == "protocol":
-        save_protocol(DEFAULT_PROTOCOL, path)
-        value = yaml.safe_load(path.read_text())
-    else:
-        value = RUN
-    text = yaml.safe_dump(changed_value(data.draw, value)).encode()
-    path.write_bytes(changed_bytes(data.draw, text) if data.draw(st.booleans()) else text)
-    parse = {"build": build_settings, "retrain": retrain_settings}
-    survives(lambda: load_protocol(path) if kind == "protocol" else parse[kind](read_yaml(path)), place)
-
-
+SUMMARY = {"checksum": UNSIGNED, "kind": "selection", "format_version": 1, "corpus": "c0ffee"}
+SUMMARY |= {"headline": "h", "rows": 1, "targets": []}
 LINES = [
     {"row_id": f"r{i}", "text": "one two", "topic": "a", "prompt": "p", "completion": " c", "unit_id": f"u{i}"}
     for i in range(3)
 ]
 
 
-@pytest.mark.parametrize("of", ["corpus", "units"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@given(data=st.data())
-@fuzz
-def test_rows_and_units(data, suffix, of, place):
-    path = place / "in" / f"given{suffix}"
-    if suffix == ".parquet":
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(LINES), sink)
-        content = changed_bytes(data.draw, sink.getvalue().to_pybytes())
-    else:
-        content = b"".join(json.dumps(changed_value(data.draw, line)).encode() + b"\n" for line in LINES)
-        content = changed_bytes(data.draw, content) if data.draw(st.booleans()) else content
-    path.write_bytes(content)
-    if of == "corpus":
-        survives(lambda: list(read_documents(CorpusSettings(path=str(path)))), place)
-    else:
-        survives(lambda: load_units(TargetSettings(names=(str(path),))), place)
+def protocol_fields(path: Path) -> object:
+    save_protocol(DEFAULT_PROTOCOL, path)
+    return yaml.safe_load(path.read_text())
 
 
-CELLS = st.sampled_from(("row-1", "row-2", "sciq", "", None, 0, 1.5, -1, 1e308, float("nan"), [1], {"a": 1}))
+def yaml_text(draw: Callable, value: object) -> bytes:
+    text = yaml.safe_dump(changed_value(draw, value)).encode()
+    return changed_bytes(draw, text) if draw(st.booleans()) else text
 
 
-def table_of(draw: Callable, names: tuple[str, ...], path: Path) -> None:
+def lines_text(draw: Callable, path: Path) -> bytes:
+    if path.suffix == ".parquet":
+        return changed_bytes(draw, written(pa.Table.from_pylist(LINES)))
+    content = b"".join(json.dumps(changed_value(draw, line)).encode() + b"\n" for line in LINES)
+    return changed_bytes(draw, content) if draw(st.booleans()) else content
+
+
+def subsets_text(draw: Callable, path: Path) -> bytes:
     """Columns of one kind of value each, some of them gone or there twice; now and then not even Parquet."""
-    chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names) + 1))
-    columns = [pa.array([draw(CELLS)] * draw(st.just(2))) for _ in chosen]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns, chosen), sink)
-    content = sink.getvalue().to_pybytes()
-    path.write_bytes(content if draw(st.integers(0, 3)) else changed_bytes(draw, content))
+    chosen = draw(st.lists(st.sampled_from(("subset_id", "row_id", "weight")), min_size=1, max_size=4))
+    content = written(pa.table([pa.array([draw(CELLS)] * 2) for _ in chosen], chosen))
+    return content if draw(st.integers(0, 3)) else changed_bytes(draw, content)
 
 
+def read_units(path: Path) -> object:
+    return load_units(TargetSettings(names=(str(path),)))
+
+
+def read_corpus(path: Path) -> object:
+    return list(read_documents(CorpusSettings(path=str(path))))
+
+
+def summary_of(kind: type) -> Callable[[Path], object]:
+    return lambda path: read_summary(kind, path, ArtifactReader.open(path.with_name("art")))
+
+
+def summary_text(draw: Callable, path: Path) -> bytes:
+    return changed_json(draw, signed(SUMMARY))
+
+
+def subsets_of(path: Path) -> object:
+    return list(read_subsets(path, RowIndex.from_parquet(path.with_name("art") / "rows.parquet")))
+
+
+# Single files: what writes a changed one, and what reads it.
+FILES = {
+    "protocol.yaml": (lambda draw, path: yaml_text(draw, protocol_fields(path)), load_protocol),
+    "build.yaml": (lambda draw, path: yaml_text(draw, RUN), lambda path: build_settings(read_yaml(path))),
+    "retrain.yaml": (lambda draw, path: yaml_text(draw, RUN), lambda path: retrain_settings(read_yaml(path))),
+    "corpus.jsonl": (lines_text, read_corpus),
+    "corpus.parquet": (lines_text, read_corpus),
+    "units.jsonl": (lines_text, read_units),
+    "units.parquet": (lines_text, read_units),
+    "subsets.parquet": (subsets_text, subsets_of),
+    "selection.json": (summary_text, summary_of(SelectionSummary)),
+    "mixture.json": (summary_text, summary_of(MixtureSummary)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
 @fuzz
-def test_subsets(data, place):
-    path = place / "in" / "given.parquet"
-    rows = RowIndex.from_parquet(place / "in" / "art" / "rows.parquet")
-    table_of(data.draw, ("subset_id", "row_id", "weight"), path)
-    survives(lambda: list(read_subsets(path, rows)), place)
-
-
-@pytest.mark.parametrize("kind", [SelectionSummary, MixtureSummary])
-@given(data=st.data())
-@fuzz
-def test_summaries(data, kind, place):
-    path, art = place / "in" / "given.json", ArtifactReader.open(place / "in" / "art")
-    value = {"checksum": UNSIGNED, "kind": "selection", "format_version": 1, "corpus": "c0ffee"}
-    path.write_bytes(changed_json(data.draw, signed(value | {"headline": "h", "rows": 1, "targets": []})))
-    survives(lambda: read_summary(kind, path, art), place)
-
-
-@pytest.mark.parametrize("name", [CARD, WEIGHTS])
-@given(data=st.data())
-@fuzz
-def test_a_scorer(data, name, whole, place):
-    scorer = place / "in" / "scorer"
-    shutil.copy(whole / "in" / "scorer" / CARD, scorer / CARD)
-    original = (whole / "in" / "scorer" / name).read_bytes()
-    if name == CARD:
-        (scorer / CARD).write_bytes(changed_json(data.draw, original))
-    else:
-        (scorer / WEIGHTS).write_bytes(changed_bytes(data.draw, original[:200]) + original[200:])
-        listed(scorer / CARD, lambda _: {"weights": entry_of(scorer / WEIGHTS).model_dump()})
-    survives(lambda: str(Scorer.open(scorer).score(["one two", ""])), place)
-
-
-@pytest.mark.parametrize("name", [INFO, SUBSETS, UTILITIES])
-@given(data=st.data())
-@fuzz
-def test_imported_runs(data, name, whole, place):
-    runs, original = place / "in" / "runs", whole / "in" / "runs"
-    for file in (INFO, SUBSETS, UTILITIES):
-        shutil.copy(original / file, runs / file)
-    if name == INFO:
-        (runs / INFO).write_bytes(changed_json(data.draw, (original / INFO).read_bytes()))
-    else:
-        table = pq.read_table(original / name)
-        if data.draw(st.booleans()):
-            at, value = data.draw(st.integers(0, table.num_columns - 1)), data.draw(CELLS)
-            pq.write_table(table.set_column(at, table.column_names[at], pa.array([value] * len(table))), runs / name)
-        else:
-            (runs / name).write_bytes(changed_bytes(data.draw, (original / name).read_bytes()))
-        listed(runs / INFO, lambda raw: {"files": raw["files"] | {name: entry_of(runs / name).model_dump()}})
-    survives(lambda: grasp.mix_runs(grasp.open_runs(runs)), place)
+def test_a_file(data, name, place):
+    write, read = FILES[name]
+    path = place / "in" / name
+    path.write_bytes(write(data.draw, path))
+    survives(lambda: read(path), place)
 
 
 @pytest.mark.parametrize("name", ["mixtures.csv", "metrics.csv"])

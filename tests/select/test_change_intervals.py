@@ -1,14 +1,11 @@
 """Intervals of changes without runs: units are resampled, rows add what they vary by within their slice."""
 
 import numpy as np
-import pytest
 from scipy.sparse import csr_array
 
 from grasp.predict.slices import label_slices
 from grasp.predict.weights import Weights
 from grasp.select.change_intervals import NORMAL, change_interval, changes_by_unit, row_errors
-from grasp.select.mix import mix
-from grasp.select.select import select
 from tests.select.world import World, predictor_of, protocol
 
 CHOSEN = protocol(match={"output_layer": 1.0, "pooled": 0.5})
@@ -75,20 +72,3 @@ def test_selected_rows_are_expected_to_gain_less_on_other_questions():
     np.testing.assert_allclose(interval.expected_T, known.transfer * change)
     np.testing.assert_allclose(interval.high_T, known.transfer_high * change)
     assert interval.expected_T[0] < change
-
-
-@pytest.mark.parametrize("verb", ["mix", "select"])
-def test_mix_and_select_say_their_interval_and_whether_it_holds_none(verb):
-    source = World()
-    if verb == "mix":
-        wide = mix(source, "topic", "sciq", protocol=CHOSEN)
-        none = mix(source, "topic", "sciq", protocol=CHOSEN, max_repeat=1.0)
-        assert "intervals of the change over units and rows: sciq " in str(wide)
-        assert "95% intervals" in str(wide)
-        assert "not distinguishable from the current mixture" in str(none)  # nothing may change
-    else:
-        wide = select(source, "25%", "sciq", protocol=CHOSEN)
-        none = select(source, "100%", "sciq", protocol=CHOSEN)
-        assert "expected_low" in str(wide)
-        assert "expected: on other questions" in str(wide)
-        assert "not distinguishable from the whole corpus" in str(none)

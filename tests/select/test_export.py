@@ -4,7 +4,6 @@ import datetime
 import decimal
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -151,19 +150,6 @@ def test_exactly_the_chosen_rows_are_written(kind, named, expected, tmp_path, mo
         assert entry_of(tmp_path / "kept" / name).model_dump() == entry
 
 
-def test_rows_that_are_kept_need_no_tokenizer(tmp_path):
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-
-    def refuse():
-        raise AssertionError("a tokenizer was loaded")
-
-    corpus, index = opened(artifact), np.arange(artifact.n_rows)
-    with stored_rows(artifact, corpus, refuse, tmp_path / "aside") as rows:
-        tables = list(row_tables(artifact, rows, corpus, index, np.zeros(len(index)), refuse))
-    assert sum(table.num_rows for table in tables) == artifact.n_rows
-    assert not (tmp_path / "aside").exists()
-
-
 def test_an_exported_corpus_gives_the_same_rows_again(tmp_path):
     """Tokens are used as they are, so training reads what was chosen."""
     artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
@@ -197,34 +183,6 @@ def test_rows_that_were_cut_beforehand_and_share_a_document(tmp_path):
         "page1#2",
         "page3#1",
     ]
-
-
-def test_two_exports_at_once_do_not_disturb_each_other(tmp_path):
-    pytest.importorskip("datasets")
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    kinds = ["parquet", "jsonl", "parquet", "jsonl"]
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(export, artifact, np.arange(i, artifact.n_rows, 4), tmp_path / f"kept{i}", kind)
-            for i, kind in enumerate(kinds)
-        ]
-        names = [[line["row_id"] for line in job.result()] for job in jobs]
-    everything = artifact.rows(np.arange(artifact.n_rows))["row_id"].to_pylist()
-    assert names == [everything[i::4] for i in range(4)]
-    assert not list(tmp_path.glob(".kept*"))
-
-
-def test_datasets_loads_exported_records_unchanged(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", records()))
-    for kind in ("parquet", "jsonl"):
-        lines = export(artifact, [1, 3, 5], tmp_path / kind, kind)
-        loaded = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
-        assert loaded.to_list() == lines
-    with rows_and_corpus(artifact) as (rows, corpus):
-        tables = row_tables(artifact, rows, corpus, np.array([1, 3]), np.zeros(2), Numbers)
-        write_corpus(tmp_path / "saved", FileFormat("datasets"), "rows", tables, 0, {})
-    assert len(datasets.load_from_disk(str(tmp_path / "saved"))) == 2
 
 
 @pytest.mark.parametrize("rule", ["any", "half", "all"])
@@ -293,19 +251,6 @@ def test_times_and_decimals_become_text_and_numbers_in_json(tmp_path):
     assert not (tmp_path / "bytes").exists()
 
 
-def test_directories_that_are_there_are_left_alone(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", records())
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / "part-00099.jsonl").write_text("somebody's own")
-    copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
-    assert (tmp_path / "out.part" / "part-00099.jsonl").exists()
-    assert [file.name for file in parts(tmp_path / "out")] == ["part-00000.jsonl"]
-    with pytest.raises(SettingsError, match="out: already exists"):
-        copy(path, np.ones(25, dtype=bool), tmp_path / "out", "jsonl")
-    with pytest.raises(SettingsError, match=r"nowhere does not exist"):
-        copy(path, np.ones(25, dtype=bool), tmp_path / "nowhere" / "out", "jsonl")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -327,15 +272,6 @@ def test_another_corpus_is_refused_and_nothing_is_left(change, message, tmp_path
     with pytest.raises(CorpusError, match=message):
         export(artifact, np.arange(artifact.n_rows), tmp_path / "kept", path=str(other))
     assert sorted(file.name for file in tmp_path.iterdir()) == before
-
-
-def test_the_corpus_may_have_moved(tmp_path):
-    path = write_jsonl(tmp_path / "c.jsonl", records())
-    artifact = build(tmp_path, path)
-    path.rename(tmp_path / "moved.jsonl")
-    with pytest.raises(SettingsError, match="with `corpus`"):
-        export(artifact, [0], tmp_path / "kept")
-    assert len(export(artifact, [0], tmp_path / "kept", path=str(tmp_path / "moved.jsonl"))) == 1
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
@@ -488,13 +424,3 @@ def test_rows_keep_the_names_of_classes(tmp_path):
     read_back = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
     features = {name: read_back.features[name] for name in ("label", "order", "order_")}
     assert features == {"label": classes, "order": datasets.Value("int64"), "order_": classes}
-
-
-def test_rows_without_other_columns(tmp_path):
-    for suffix in (".jsonl", ".parquet"):
-        artifact = build(
-            tmp_path / suffix,
-            write_chunked(tmp_path / f"c{suffix}", [{"text": text or "x"} for text in texts()], [25], suffix),
-        )
-        (line, _) = export(artifact, [3, 5], tmp_path / f"kept{suffix}")
-        assert set(line) == {"row_id", "doc_id", "text", "input_ids", "n_tokens", "order", "effect"}

@@ -82,14 +82,6 @@ def test_a_conversation_says_the_same_from_its_export(tmp_path, kind, write):
         assert load(tmp_path / "kept", kind, tmp_path / "cache").to_list() == CHATS
 
 
-def test_turns_of_the_same_members_are_structs(tmp_path):
-    """What needs no null members stays a type that every reader knows."""
-    turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
-    export(write_jsonl(tmp_path / "c.jsonl", [{"messages": turns}] * 3), tmp_path / "kept", "parquet")
-    kind = pq.read_table(tmp_path / "kept").schema.field("messages").type
-    assert kind == pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-
-
 MOMENT = datetime.datetime(2024, 1, 1)
 UUID = uuid.UUID(int=5).bytes
 # The same column in several files, and its type in the export.
@@ -248,13 +240,6 @@ def test_names_of_classes_and_images_survive(tmp_path, saved, kind):
     assert read_back.with_format("arrow")[:] == labelled().with_format("arrow")[:]
 
 
-def test_json_lines_have_the_numbers_of_classes(tmp_path):
-    labelled().select_columns(["text", "label"]).to_parquet(tmp_path / "c.parquet")
-    export(tmp_path / "c.parquet", tmp_path / "out", "jsonl")
-    lines = (tmp_path / "out" / "part-00000.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"text": f"t{k}", "label": k % 2} for k in range(4)]
-
-
 def test_classes_of_several_names_have_none(tmp_path):
     """Files that give one number different names keep their numbers; other columns keep their features."""
     (tmp_path / "c").mkdir()
@@ -266,15 +251,3 @@ def test_classes_of_several_names_have_none(tmp_path):
     assert read_back.features["label"] == datasets.Value("int64")
     assert read_back.features["pic"] == datasets.Image()
     assert read_back["label"][:] == [0, 1, 0, 1] * 2
-
-
-def test_features_that_arrow_types_imply_are_not_written(tmp_path):
-    """So that the export of the same records is the same file, whether `datasets` wrote them or another library."""
-    table = datasets.Dataset.from_dict({"text": ["a", "b"], "n": [[1], [2]]})
-    table.to_parquet(tmp_path / "a.parquet")
-    pq.write_table(table.with_format("arrow")[:].replace_schema_metadata(None), tmp_path / "b.parquet")
-    for name in "ab":
-        export(tmp_path / f"{name}.parquet", tmp_path / name, "parquet")
-    assert pq.read_schema(tmp_path / "a" / "part-00000.parquet").metadata is None
-    first, second = ((tmp_path / name / "part-00000.parquet").read_bytes() for name in "ab")
-    assert first == second

@@ -200,17 +200,6 @@ def test_the_distance_and_the_floors_hold(distance, floor):
     assert got.value >= -1e-6
 
 
-def test_a_floor_raises_the_minimum_share_and_zero_removes_it():
-    source = World()
-    usual = mixed(source, protocol(), floors=(), max_repeat=4)
-    low = usual.table["now"].to_numpy() / 4
-    assert proposed(usual).min() >= low.min() - 1e-9
-    for floors, least in ((["1%"], low), (["10%"], np.maximum(low, 0.1)), (["0%"], 0 * low)):
-        got = proposed(mixed(source, protocol(), floors=floors, max_repeat=4))
-        assert (got >= least - 1e-9).all()
-        assert np.isclose(got, least, atol=1e-6).any()
-
-
 def test_rare_values_of_a_label_are_grouped_with_a_note():
     source = World(n_rows=600)
     source.topics = [f"host{i % 99 if i < 500 else i}" for i in range(600)]
@@ -254,9 +243,3 @@ def test_infeasible_constraints_are_refused_in_one_line(options, message):
     with pytest.raises(SettingsError, match=message) as caught:
         mixed(World(), protocol(), **options)
     assert "\n" not in str(caught.value)
-
-
-def test_bounds_that_only_the_solver_sees_to_be_infeasible():
-    """Each bound can be met, all of them together with the distance cannot."""
-    with pytest.raises(SettingsError, match="floor, cap, distance: "):
-        solve(MixtureProblem(np.array([0.9, 0.0]), np.ones(2), np.full(2, 0.5), 0.1))

@@ -119,17 +119,6 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     assert "--art" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
 
 
-def test_predict_reads_the_output_of_mix_and_losses_have_no_sign(runs, tmp_path):
-    runs.save(tmp_path / "runs")
-    succeed("runs", "mix", tmp_path / "runs", "--metric", "sciq/loss", "--out", tmp_path / "best.csv")
-    outcome = succeed("runs", "predict", tmp_path / "runs", tmp_path / "best.csv", "--metric", "sciq/loss")
-    shown = {cells(line)[0]: cells(line)[2] for line in outcome.lines[2:5]}
-    assert shown.keys() == {"proposed", "best_run", "mean_of_runs"}
-    assert float(shown["proposed"]) == pytest.approx(3.0, abs=0.02)
-    assert "+" not in outcome.out
-    assert "outside" not in outcome.out
-
-
 def test_a_value_without_a_column_has_share_zero_and_uncovered_values_are_reported():
     narrow = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
     prediction = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
@@ -271,35 +260,6 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
         assert f"no value is seen more than {most:g} times" in str(once)
 
 
-def test_an_exploring_proposal_is_marked():
-    linear = few_linear_runs()
-    model = MixtureModel.from_runs(linear)
-    proposed = grasp.propose_runs(linear, count=6)
-    everything = np.random.default_rng(0).dirichlet(np.ones(3), 2_000)
-    expected_B = model.predict_objective(shares_in(proposed))
-    worst = expected_B < np.quantile(model.predict_objective(everything), 0.05)
-    named = re.findall(r"next-\d+ \(\d+%\)", str(proposed))
-    more = re.search(r"and (\d+) more;", str(proposed))
-    assert len(named) + int(more[1] if more else 0) >= worst.sum()
-    if worst[0]:
-        assert named[0].startswith("next-1 ")
-
-
-def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_runs():
-    few = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.full(3, 1.2), 5), noise=0.01)
-    for bounds in ({}, {"cap": "60%", "floor": "1%"}):
-        proposed = grasp.propose_runs(few, "sciq/loss", **bounds)
-        predicted = grasp.predict_runs(few, proposed.to_arrow().drop_columns("gain"), "sciq/loss")
-        assert predicted.to_arrow()["expected"].null_count == 0
-        assert "too far" not in str(proposed) + str(predicted)
-        assert "5 runs for 3 values of topic are too few for useful intervals; import 6 or more" in str(proposed)
-    beyond = grasp.propose_runs(few, "sciq/loss", floor="games:99%")
-    assert "exploratory, no prediction, too far outside the range of the runs: next-1 (games 99%" in str(beyond)
-    predicted = grasp.predict_runs(few, beyond.to_arrow().drop_columns("gain"), "sciq/loss")
-    assert predicted.to_arrow()["expected"].null_count == len(predicted.to_arrow())
-    assert "no nearer run would allow a prediction of next-1: train it" in str(predicted)
-
-
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
@@ -312,9 +272,3 @@ def test_proposals_have_predictions_unless_the_bounds_exclude_the_range_of_the_r
 def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, requested, message):
     with pytest.raises(SettingsError, match=message):
         grasp.propose_runs(runs, **requested)
-
-
-def test_a_training_so_long_that_everything_repeats_is_refused(runs, tmp_path):
-    art = grasp.Artifact(write_artifact(tmp_path / "art"))
-    with pytest.raises(SettingsError, match="more than 4 times"):
-        grasp.propose_runs(runs, artifact=art, train_tokens="100B")

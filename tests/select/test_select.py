@@ -6,14 +6,13 @@ import json
 import re
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from grasp.api.score import score
 from grasp.artifact.rows import ranked
-from grasp.errors import ProtocolError, SettingsError
+from grasp.errors import SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
-from grasp.select.budget import Amount, Constraints, parse_bounds, parse_budget, parse_tokens, take_within_budget
+from grasp.select.budget import Amount, Constraints, parse_budget, parse_tokens, take_within_budget
 from grasp.select.items import Items
 from grasp.select.objective import weighted_targets
 from grasp.select.ranking import token_guarantee
@@ -88,17 +87,6 @@ def test_the_proposed_budget_has_the_highest_value_of_all(epochs):
     assert f"{trained / got.n_tokens:.2g} epochs in" in got.headline
     half, repeats = (selected(source, chosen, "50%", train_tokens=t).value for t in (None, int(trained)))
     assert repeats < half if epochs > 0.5 else repeats == pytest.approx(half)
-
-
-def test_a_budget_of_whole_documents_has_the_highest_value_of_all():
-    """Every number of documents tried."""
-    source, chosen = World(n_rows=300), protocol()
-    source.tokens = np.full(300, 20)
-    got = selected(source, chosen, None, train_tokens="3000", documents="all")
-    assert got.params["items"] == "documents"
-    values = [selected(source, chosen, f"{n}documents", train_tokens="3000").value for n in range(1, 151)]
-    assert len(got) == 2 * (int(np.argmax(values)) + 1)
-    assert got.value == pytest.approx(max(values))
 
 
 def test_a_budget_is_proposed_within_floors_and_caps():
@@ -202,13 +190,6 @@ def test_infeasible_constraints_are_refused_in_one_line(budget, options, message
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_without_units_is_refused():
-    source = World()
-    source.unit_columns = lambda target: np.empty(0, dtype=int)
-    with pytest.raises(ProtocolError, match=r"sciq: .*no units"):
-        selected(source, protocol())
-
-
 KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
 
 
@@ -276,11 +257,6 @@ def test_invalid_budgets_are_refused(text):
         parse_budget(text)
 
 
-def test_bounds_name_values_with_colons():
-    bounds = parse_bounds(["a: b:5%", "1%"], "floor")
-    assert {value: amount.value for value, amount in bounds.items()} == {"a: b": 0.05, None: 0.01}
-
-
 def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average():
     source = World()
     got = selected(source, protocol(), "5documents", by="topic", exclude=["r0"])
@@ -297,22 +273,6 @@ def test_a_budget_in_documents_takes_the_documents_with_the_best_rows_on_average
     assert got.headline.startswith("keeps 5 documents: 10 of 40 rows (25.0 %), ")
     assert not any("in part" in note for note in got.notes)
     assert got.curve.rows[-1] == 38
-
-
-def test_omitted_rows_are_reported_worst_first(tmp_path):
-    source = World()
-    got = selected(source, protocol(), "25%")
-    left = [i for i in range(40) if f"r{i}" not in got.row_ids]
-    assert any(note.startswith("not selected: 30 of 40 rows (75.0 %), mean effect -") for note in got.notes)
-    of = [sum(f"r{i}" in got.row_ids for i in (2 * d, 2 * d + 1)) for d in range(20)]
-    (cut,) = [note for note in got.notes if "in part" in note]
-    assert f"{of.count(1)} of 20 documents are selected in part" in cut
-    for rule in ("any", "half"):  # they will be written whole, so it would be idle advice
-        assert selected(source, protocol(), "25%", documents=rule).notes == tuple(n for n in got.notes if n != cut)
-    assert got.write_left_out(tmp_path / "gone.parquet") == 30
-    table = pq.read_table(tmp_path / "gone.parquet")
-    assert table["row_id"].to_pylist() == [f"r{i}" for i in sorted(left, key=lambda i: got.effect_N[i])]
-    assert {"doc_id", "n_tokens", "topic", "effect"} <= set(table.column_names)
 
 
 @pytest.mark.parametrize("budget", ["20%tokens", "50%tokens", "25%", "9", "300tokens"])
@@ -353,16 +313,3 @@ def test_a_selection_beyond_the_rows_above_average_recommends_a_smaller_one(docu
     assert not any(note.startswith("only") for note in smaller.notes)
     assert smaller.row_ids == got.row_ids[: len(smaller)]
     assert smaller.value > got.value
-
-
-def test_short_rows_at_the_top_give_a_note():
-    source = World()
-    ranking = score(source, "sciq", protocol=protocol(), top=10)
-    short = sum(n < 32 for n in ranking.table["n_tokens"].to_pylist())
-    assert short
-    assert ranking.notes[0].startswith(f"{short} of these rows have fewer than 32 tokens")
-    assert "noisy: --min-tokens 32 skips" in ranking.notes[0]
-    assert len(score(source, "sciq", protocol=protocol(), min_tokens=32).notes) == 1
-    images = World()
-    images.tokens[:] = 1  # there is nothing to choose from
-    assert len(score(images, "sciq", protocol=protocol(), top=10).notes) == 1

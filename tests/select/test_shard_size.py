@@ -93,14 +93,6 @@ def test_parquet_files_are_filled_up_to_the_size_of_their_tables(tmp_path_factor
     assert all(n + len(shard[0]) + 4 + slack > most for n, shard in zip(sizes, shards[1:], strict=False))
 
 
-def test_json_lines_fill_files_of_tables_too(tmp_path, monkeypatch):
-    """Blocks in which JSON records become tables are not the sizes of files."""
-    monkeypatch.setattr("grasp.select.record_files.SHARD_CHARS", 20_000)
-    texts = random_texts(60)
-    files = written(tmp_path / "out", FileFormat("parquet"), [{"text": t} for t in texts], ShardSize.parse("10MB"))
-    assert len(files) == 1
-
-
 RECORDS = [
     {"text": 'He said "a, b"\tand\nleft.\r\n', "tags": ["x", "y"], "meta": {"url": "http://a.b"}, "score": 0.5},
     {"text": "  two  ", "tags": [], "meta": {"url": "http://c.d"}, "score": 2.0},

@@ -38,6 +38,7 @@ class World(FakeSource):
     def table(self) -> pa.Table:
         return pa.table(
             {
+                "row_index": np.arange(self.n_rows),
                 "row_id": [f"r{i}" for i in range(self.n_rows)],
                 "doc_id": [f"d{i // 2}" for i in range(self.n_rows)],
                 "snippet": [f"text {i}" for i in range(self.n_rows)],
@@ -59,15 +60,6 @@ class World(FakeSource):
 
     def row_batches(self, columns=None):
         yield from self.table.select(columns or self.table.column_names).to_batches(max_chunksize=self.block_rows)
-
-
-def planted(sketch_ND, relevance_N, **fields) -> World:
-    """A world of one target, one unit, the token kernel and a product sketch."""
-    arrays = {
-        "product_sketch": np.asarray(sketch_ND, dtype="f4"),
-        "relevance_output_layer": np.asarray(relevance_N, dtype="f4")[:, None],
-    }
-    return World(n_rows=len(sketch_ND), arrays=arrays, unit_targets=("sciq",), **fields)
 
 
 def protocol(**changes) -> ScoringProtocol:

@@ -227,10 +227,24 @@ class ArtifactReader:
                 "or build a new artifact"
             )
 
-    @property
+    @cached_property
     def rows_path(self) -> Path:
-        """Return the path of rows.parquet, in row order: row_index, row_id, doc_id, n_tokens, loss, snippet, labels."""
-        return self._files.file(ROWS)
+        """Return the path of rows.parquet, in row order: row_index, row_id, doc_id, n_tokens, loss, snippet, labels.
+
+        Raises:
+            ArtifactError: the file is missing or damaged, or its rows are not those of the artifact.
+        """
+        path = self._files.file(ROWS)
+        with readable(path, VERIFY), pq.ParquetFile(path) as file:
+            schema, n_rows = file.schema_arrow, file.metadata.num_rows
+        problems = [f"got {n_rows:,} rows, expected {self.n_rows:,}"] if n_rows != self.n_rows else []
+        for name in ("row_index", "n_tokens"):
+            if name not in schema.names or not pa.types.is_integer(kind := schema.field(name).type):
+                got = f"got {kind}" if name in schema.names else "missing"
+                problems.append(f"{name}: {got}, expected integers")
+        if problems:
+            raise ArtifactError(f"{path}: {'; '.join(problems)}; build the artifact again")
+        return path
 
     @property
     def keeps_features(self) -> bool:
@@ -350,14 +364,14 @@ class ArtifactReader:
 
     def rows(self, row_index: Integers) -> pa.Table:
         """Read rows of the row table, in the given order, from only the shards that contain them."""
-        with readable(self.rows_path, VERIFY):
+        with readable(self.rows_path, VERIFY):  # of a stranger, shards may differ from the row table
             schema = pq.read_schema(self.rows_path)
-        tables, positions = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
-        for k, rows, result_rows in self._split_rows(row_index):
-            tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
-            positions.append(result_rows)
-        table = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
-        return table.take(np.argsort(np.concatenate(positions))).combine_chunks()
+            tables, positions = [schema.empty_table()], [np.empty(0, dtype=np.int64)]
+            for k, rows, result_rows in self._split_rows(row_index):
+                tables.append(read_table(self._files.file(SHARD_ROWS.format(k)), VERIFY).take(rows))
+                positions.append(result_rows)
+            table = pa.concat_tables(tables, promote_options="permissive").select(schema.names)
+            return table.take(np.argsort(np.concatenate(positions))).combine_chunks()
 
     def _split_rows(self, row_index: Integers) -> Iterator[tuple[int, I64, I64]]:
         """Yield each shard that has some of these rows, the rows within it, and their positions in `row_index`."""
