@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _NEW = {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
-_BACKWARD = {"output_layer": 0.25, "embedding": 0.25, "gradient": 1.0}
+_BACKWARD = {"output_layer": 0.125, "embedding": 0.125, "gradient": 1.0}
 _FORWARD = {"output_layer": 1.0, "embedding": 1.0, "hidden_bias": 1.0, "hidden_linear": 1.0}
 
 # Weights of the kernels, by rule and kind of training (None: models of readers).

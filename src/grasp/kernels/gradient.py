@@ -46,6 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
@@ -202,25 +203,27 @@ class BlockGeometry:
         left = left * self.left_X
         if self.left_XA is not None:
             left = left @ self.left_XA
-        change_AB = decay(self.exponent(horizon)) - 1.0
-        return plain_UK + self.from_basis(change_AB * (left.mT @ (right @ basis_YB)), tile)
+        change_AB, right_UTB = decay(self.exponent(horizon)) - 1.0, right @ basis_YB
+        if self.left_XA is not None:
+            return plain_UK + self.from_basis(change_AB * (left.mT @ right_UTB), tile)
+        for u, (left_TX, right_TB) in enumerate(zip(left, right_UTB, strict=True)):  # each as large as the matrix
+            plain_UK[u] += self.from_basis((change_AB * (left_TX.mT @ right_TB))[None], tile)[0]
+        return plain_UK
 
     def from_basis(self, value_UAB: Tensor, tile: Tiles) -> Tensor:
         """Return the sampled coordinates of s_l Q_l (value) Q_r^T s_r, (U, size)."""
         right_GCB = _padded(self.right_YB * self.right_Y[:, None])[tile.right_GC]
         if self.left_XA is None:
             scaled_UXB = value_UAB * self.left_X[:, None]
-            row_UGRB = torch.cat([scaled_UXB, scaled_UXB.new_zeros(len(scaled_UXB), 1, scaled_UXB.shape[2])], dim=1)
-            row_UGRB = row_UGRB[:, tile.left_GR]
+            row_UGRB = functional.pad(scaled_UXB, (0, 0, 0, 1))[:, tile.left_GR]
         else:
-            left_GRA = _padded(self.left_XA * self.left_X[:, None])[tile.left_GR]
-            row_UGRB = left_GRA @ value_UAB[:, None]
+            row_UGRB = _padded(self.left_XA * self.left_X[:, None])[tile.left_GR] @ value_UAB[:, None]
         return (row_UGRB @ right_GCB.mT).flatten(1)
 
 
 def _padded(matrix_XA: Tensor) -> Tensor:
     """Append a row of zeros, to which the padding of tiles refers."""
-    return torch.cat([matrix_XA, matrix_XA.new_zeros(1, matrix_XA.shape[1])])
+    return functional.pad(matrix_XA, (0, 0, 0, 1))
 
 
 def preconditioner_roots(v_K: Tensor, tile: Tiles, left: int, right: int) -> tuple[Tensor, Tensor]:

@@ -199,10 +199,10 @@ class FineTuningRecipe(Settings):
 def default_recipe(n_rows: int) -> FineTuningRecipe:
     """Return the recipe that is replayed without one: an epoch in batches of 16, but at most 192 steps."""
     batch_rows, max_steps = 16, 192
+    steps = min(math.ceil(n_rows / batch_rows), max_steps)
+    # a warm-up has fewer steps than the training
     return FineTuningRecipe(
-        per_device_train_batch_size=batch_rows,
-        max_steps=min(math.ceil(n_rows / batch_rows), max_steps),
-        warmup_ratio=0.03,
+        per_device_train_batch_size=batch_rows, max_steps=steps, warmup_ratio=0.03 if steps > 1 else None
     )
 
 
