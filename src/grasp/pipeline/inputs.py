@@ -213,10 +213,13 @@ def _prepare_text(
     }
     if "gradient" in settings.features.kernels:
         recipe = default_recipe(store.n_rows) if settings.recipe is None else FineTuningRecipe(**settings.recipe)
-        training = recipe.optimizer(store.n_rows)
-        updates["features"] = settings.features.completed(
-            learning_rate_sum=training.learning_rate_sum, batch_rows=training.batch_rows
-        )
+        length = {
+            "learning_rate_sum": recipe.optimizer(store.n_rows).learning_rate_sum,
+            "batch_rows": recipe.batch_rows,
+        }
+        if settings.like is not None:  # whose curvature is used
+            length = {name: ArtifactReader.open(settings.like).feature_settings.get(name) for name in length}
+        updates["features"] = settings.features.completed(**length)
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)
