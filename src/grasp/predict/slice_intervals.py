@@ -9,11 +9,13 @@ with r_d(side) the sum, over the rows of document d on this side, of the effect 
 psi_d is the sampling error. All rows of a document are in one term, so their correlation counts. With q_ge the
 contribution of question e to the change of slice g, and E questions, the variance is
 
-    V_g = D_g + max(0, Q_g - phi D_g),     D_g = slope^2 sum_d psi_d^2,     Q_g = var_e(q_ge) / E
+    V_g = D_g + w_g^2 Q_g,     D_g = slope^2 sum_d psi_d^2,     Q_g = var_e(q_ge) / E
+    w_g = max(0, 1 - phi D_g / Q_g)
 
-The effect of a document on single questions is noise that both terms contain; phi removes it once from the sum (as in
-two-way clustering: Cameron, Gelbach and Miller 2011). phi is the ratio of Q to D that groups of random documents have,
-so that such groups have V = D, up to the noise of Q. Source: ours.
+The effect of a document on single questions is noise that both D and Q contain, and must count once (as in two-way
+clustering: Cameron, Gelbach and Miller 2011). phi is the ratio of Q to D of random groups of documents, so that w is
+the share of Q that is the slice's own, and q_ge shrunk by w the estimate of how question e differs for the slice
+(empirical Bayes). For random groups w is near 0, for a slice of many documents near 1. Source: ours.
 
 A slice of few documents does not show how much they differ. Its sum over the m documents is therefore averaged with
 PRIOR_DOCUMENTS that differ as the documents of the corpus do, by a model with random effects of documents:
@@ -31,7 +33,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import stdtrit
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64, I64, ratio
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_documents
 from grasp.predict.predictor import Predictor, relevance_blocks
@@ -101,10 +103,11 @@ def dropped_errors(
         variances_2G = variances_2G * slope_GT[:, t] ** 2
         documents_G = variances_2G.sum(axis=0)
         units_G = change_GE[:, start:stop].var(axis=1, ddof=1) / n_units
-        parts_3G = np.vstack([variances_2G, np.maximum(units_G - shared * documents_G, 0.0)])
+        own_G = np.maximum(units_G - shared * documents_G, 0.0) * ratio(1.0, units_G)  # w
+        parts_3G = np.vstack([variances_2G, own_G**2 * units_G])
         variance_G = parts_3G.sum(axis=0)
-        squares_G = variances_2G[0] ** 2 / freedom_2G[0] + variances_2G[1] ** 2 / freedom_2G[1]
-        squares_G += parts_3G[2] ** 2 / (n_units - 1)
+        freedom_3G = np.vstack([freedom_2G, np.full(len(units_G), n_units - 1)])
+        squares_G = (parts_3G**2 / freedom_3G).sum(axis=0)
         error_GT[:, t] = np.sqrt(variance_G)
         freedom_GT[:, t] = variance_G**2 / np.maximum(squares_G, np.finfo(np.float64).tiny)
     error_GT[effects.sums.n_retained_B == predictor.n_rows] = np.nan
