@@ -334,7 +334,7 @@ def test_conflicting_targets_are_reported_first(tmp_path):
     text = page_text(art, by=("topic",))
     opposite = "Opposite effects of d: helps sciq, hurts boolq; of b: helps boolq, hurts sciq. "
     assert f"{opposite}For 2 targets, keep a; c hurts most." in text
-    assert "Grey: the interval contains zero, or there is none." in text
+    assert "Grey: not significant over all slices (Bonferroni)." in text
     assert "Few units (sciq 5, boolq 5): intervals over fewer than 20 units are too narrow." in text
 
 

@@ -23,7 +23,8 @@ from grasp.files import check_outputs
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slices import LabelSlices, dropped_intervals, label_slices, list_slices, slice_effects
+from grasp.predict.slice_intervals import dropped_errors
+from grasp.predict.slices import LabelSlices, label_slices, list_slices, slice_effects
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock, single_subset
 from grasp.results import Result, first_notes, write_tables
@@ -105,7 +106,9 @@ class SlicePrediction(Prediction):
         """Return the meaning of the interval and, with all notes, of other columns; and notes."""
         lines = []
         for name in self._intervals():
-            interval = "95 % bootstrap interval over the units of the target" if name == "if_dropped" else "interval"
+            interval = (
+                "95 % interval over the units of the target and over documents" if name == "if_dropped" else "interval"
+            )
             lines.append(
                 f"{name}_low, {name}_high: {interval}; if it contains 0 (*), dropping the value may help or harm"
             )
@@ -327,7 +330,7 @@ def _predict_slices(
     is_too_large = len(slices.slices) * len(predictor.units.columns_E) > MAX_INTERVAL_CELLS
     bounds = None
     if outcomes is None and not is_too_large:
-        bounds = dropped_intervals(artifact, predictor, effects, slices)
+        bounds = dropped_errors(artifact, predictor, effects, slices).interval
     columns_GT: dict[str, F64] = {"effect": effects.effect_GT, "if_dropped": effects.dropped_GT}
     if bounds is not None:
         columns_GT |= dict(zip(("if_dropped_low", "if_dropped_high"), bounds, strict=True))
@@ -349,7 +352,7 @@ def _predict_slices(
     if bounds is not None:
         notes += few_units(dict(zip(targets, predictor.units.counts_T.tolist(), strict=True)))
     elif is_too_large:
-        notes.append(f"no intervals: {len(slices.slices):,} values are too many for a bootstrap over units")
+        notes.append(f"no intervals: {len(slices.slices):,} values are too many to compare by unit")
     notes += runs_notes
     if element_slices is not None:
         assert element_slices.membership_GN is not None

@@ -2,9 +2,9 @@
 
 `label_slices` turns the values of a label into named slices with the expression that selects each; if there are too
 many values, the largest keep a slice of their own and the others share one. `slice_effects` predicts what dropping and
-doubling each slice changes, and `dropped_intervals` gives bootstrap intervals over units.
+doubling each slice changes; the intervals are in `grasp.predict.slice_intervals`.
 Equations are those of the paper, see docs/paper_map.md.
-Shape letters: G slices, N rows, E units, T targets, R resamples, D sketch width, V label values, M elements of labels
+Shape letters: G slices, N rows, T targets, D sketch width, V label values, M elements of labels
 that are lists.
 """
 
@@ -18,17 +18,12 @@ from scipy.sparse import csr_array
 
 from grasp.arrays import F64, ratio
 from grasp.artifact.label_table import Label, LabelColumn, equals, none_of
-from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MAX_SLICES
 from grasp.errors import SubsetError
-from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, SubsetSums, relevance_blocks
-from grasp.predict.weights import Weights, sums_over
-from grasp.seeds import bootstrap_weights
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, SubsetSums
+from grasp.predict.weights import Weights
 from grasp.text import unique_names
 
-RESAMPLES = 1_000
-BLOCK_SLICES = 4_096  # slices whose bootstrap means are computed at once
-TAILS = (0.025, 0.975)
 DROPPED, DOUBLED = 0.0, 2.0  # weights of the rows of a slice
 
 
@@ -206,58 +201,3 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
 def _whole_corpus(n_rows: int) -> Weights:
     """Return all rows as a single subset, (1, N)."""
     return Weights.from_slices(np.zeros(n_rows, np.int32), 1)
-
-
-def dropped_intervals(
-    artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices
-) -> tuple[F64, F64]:
-    """Compute 95 % bootstrap intervals of `dropped_GT` over the units of each target.
-
-    The units of a target are a sample of the task, so units are resampled: the effect of a task is a mean over units,
-    on a scale that stays fixed. The interval covers the choice of units; it does not cover the error of the prediction
-    relative to retraining.
-
-    Returns:
-        Lower and upper bounds, (G, T) each; nan for a target with a single unit.
-    Cost: one additional pass over the relevance of every kernel. Memory: slices x units.
-    """
-    change_GE = _dropped_by_unit(artifact, predictor, effects, slices)
-    low_GT = np.full(effects.dropped_GT.shape, np.nan)
-    high_GT = np.full(effects.dropped_GT.shape, np.nan)
-    stops = np.cumsum(predictor.units.counts_T)
-    for t, (start, stop) in enumerate(zip(stops - predictor.units.counts_T, stops, strict=True)):
-        if stop - start > 1:
-            weights_RE = bootstrap_weights(int(stop - start), resamples=RESAMPLES) / (stop - start)
-            for first in range(0, len(change_GE), BLOCK_SLICES):
-                block = slice(first, first + BLOCK_SLICES)
-                mean_GR = change_GE[block, start:stop] @ weights_RE.T
-                low_GT[block, t], high_GT[block, t] = np.quantile(mean_GR, TAILS, axis=1)
-    is_corpus_G = effects.sums.n_retained_B == predictor.n_rows
-    low_GT[is_corpus_G] = high_GT[is_corpus_G] = np.nan
-    return low_GT, high_GT
-
-
-def _dropped_by_unit(artifact: ArtifactReader, predictor: Predictor, effects: SliceEffects, slices: LabelSlices) -> F64:
-    """Return the contribution of every unit to `dropped_GT`, (G, E); the mean over the units of a target is the change.
-
-    With c_ie the contribution of unit e to the effect of row i (`Predictor.change_by_units`) and m_e its mean over the
-    N rows, the sum over the rows outside of a slice of n rows is sum_i (c_ie - m_e) = n m_e - sum over the slice of
-    c_ie, since c_ie - m_e sums to 0 over the corpus.
-    """
-    columns_E, protocol = predictor.units.columns_E, predictor.protocol
-    slice_GE = np.zeros((len(slices.slices), len(columns_E)))  # sum of c over the slice
-    total_E = np.zeros(len(columns_E))  # sum of c over the corpus
-    for kernel, factor_E in predictor.unit_relevance_to_effect.items():
-        blocks = relevance_blocks(artifact, kernel, columns_E, protocol.negative_factor(kernel))
-        sum_GE, corpus_1E = sums_over(blocks, [slices.each, _whole_corpus(predictor.n_rows)], len(columns_E))
-        slice_GE += sum_GE * factor_E
-        total_E += corpus_1E[0] * factor_E
-    mean_E = total_E / predictor.n_rows
-    rest_GE = np.outer(effects.sums.n_retained_B, mean_E) - slice_GE
-    change_GE = predictor.change_by_units(rest_GE, mean_E, predictor.reweighted(effects.sums, DROPPED))
-    if predictor.prior is not None:
-        # The prediction from text is not decomposed by unit. It follows the mean relevance of a slice, so that the
-        # deviations of units are those of the mean; only the centre differs.
-        shift_GT = effects.dropped_GT - predictor.units.mean_per_task(change_GE)
-        change_GE += np.repeat(shift_GT, predictor.units.counts_T, axis=1)
-    return change_GE

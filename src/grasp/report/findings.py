@@ -38,9 +38,9 @@ from grasp.artifact.rows import (
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.slice_intervals import dropped_errors
 from grasp.predict.slices import (
     LabelSlices,
-    dropped_intervals,
     label_slices,
     slice_effects,
 )
@@ -53,7 +53,7 @@ from grasp.report.example_rows import (
     collect_example_rows,
     explain_rows,
 )
-from grasp.runs.calibration import LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
+from grasp.runs.calibration import COVERAGE, LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import MAX_CELL_CHARS, unique_names
@@ -94,16 +94,24 @@ NO_MIXTURE = Missing(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The predicted change of every target with its confidence interval, (G, T) each; nan if there is none."""
+    """The predicted change of every target with its confidence interval, (G, T) each; nan if there is none.
+
+    Attributes:
+        value_GT: changes.
+        low_GT, high_GT: bounds of the interval of each change alone.
+        bound_GT: magnitude above which a change is significant: half the width of the interval if the probability of an
+            error is divided by the number of slices (Bonferroni), so that it holds for all slices together.
+    """
 
     value_GT: F64
     low_GT: F64
     high_GT: F64
+    bound_GT: F64
 
     @property
     def sign_GT(self) -> NDArray[np.int8]:  # noqa: N802 - a shape suffix
-        """Return 1 for a gain, -1 for a loss, and 0 if the interval contains zero or does not exist."""
-        return (self.low_GT > 0).astype(np.int8) - (self.high_GT < 0).astype(np.int8)
+        """Return 1 for a significant gain, -1 for a significant loss, and 0 otherwise."""
+        return (self.value_GT > self.bound_GT).astype(np.int8) - (self.value_GT < -self.bound_GT).astype(np.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +121,14 @@ class LabelFindings:
     slices: LabelSlices
     names: list[str]  # display names of the slices
     dropped: Change  # change if the slice is dropped, in `Findings.unit`; negative if the slice helps
-    by_relevance: Change  # the same in effect sizes, with intervals over the questions of a target
+    by_relevance: Change  # the same in effect sizes, with intervals over questions and documents
     weights_model: F64 | Predictor  # what `payload` computes the change under any weights of the slices from
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
         """Return which slices help (1) or hurt (-1) the given targets, (G, T), and whether by relevance only.
 
         Uses the runs if they find any significant slice. Dropping a single slice often changes a model by less than
-        the noise of the runs; then relevance is used, with intervals over the questions of the target.
+        the noise of the runs; then relevance is used, with intervals over questions and documents.
         """
         sign_GT = -self.dropped.sign_GT[:, targets]
         if sign_GT.any():
@@ -351,11 +359,13 @@ def _label_findings(
 ) -> LabelFindings:
     """Compute the findings of one label; changes are in the unit of the runs if `outcomes` is given."""
     effects = slice_effects(predictor, slices)
-    low_GT, high_GT = dropped_intervals(artifact, predictor, effects, slices)
-    dropped = by_relevance = Change(effects.dropped_GT, low_GT, high_GT)
+    errors, n_slices = dropped_errors(artifact, predictor, effects, slices), len(slices.slices)
+    dropped = by_relevance = Change(effects.dropped_GT, *errors.interval, errors.half_widths(compared=n_slices))
     if outcomes is not None:
-        predicted = outcomes.predict(slices.weights(1.0 - np.eye(len(slices.slices))))  # drop one slice at a time
-        dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT)
+        predicted = outcomes.predict(slices.weights(1.0 - np.eye(n_slices)))  # drop one slice at a time
+        quantile, joint = outcomes.gaussian_process.quantile, 1.0 - (1.0 - COVERAGE) / n_slices
+        bound_GT = (predicted.high_BT - predicted.change_BT) * quantile(joint) / quantile(COVERAGE)
+        dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT, bound_GT)
     # other changes are not a sum over slices
     weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)

@@ -105,7 +105,7 @@ def _interval_note(findings: Findings) -> str:
         return f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
     few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))
     note = (
-        "95 % bootstrap intervals over the target's questions: they cover the choice of questions, not the "
+        "95 % intervals over the target's questions and over documents: they cover the choice of both, not the "
         f"agreement of predictions with retraining.{few}"
     )
     if any(fact == "replay" for fact, _ in findings.facts):

@@ -54,10 +54,11 @@ def interval(low: float, high: float, digits: int = 3) -> str:
     return "" if isnan(low) or isnan(high) else f"[{signed(low, digits)}, {signed(high, digits)}]"
 
 
-def _bars(value: F64, low: F64, high: F64) -> list[View]:
+def _bars(value: F64, low: F64, high: F64, sign: Integers) -> list[View]:
     """Return centred bars, on one scale, for the changes if slices are dropped.
 
-    A bar to the left (negative) means that the slice helps. It is coloured if the interval excludes zero.
+    A bar to the left (negative) means that the slice helps. It is coloured if the change is significant: `sign` is 1 or
+    -1.
     """
     # the value at which a bar has full length: the largest magnitude plus a margin
     scale = max(float(np.nanmax(np.abs(value), initial=0.0)), 1e-9) * 1.15
@@ -73,11 +74,11 @@ def _bars(value: F64, low: F64, high: F64) -> list[View]:
             "data": "" if isnan(change) else f"{change:.6g}",
             "value": signed(change),
             "interval": interval(least, most),
-            "kind": "helps" if most < 0 else "hurts" if least > 0 else "unsure",
+            "kind": ("unsure", "hurts", "helps")[side],  # of sign 0, 1 and -1
             "bar": span(*sorted((0.0, 0.0 if abs(change) < 5e-4 else change))),  # no bar if the value rounds to zero
             "whisker": span(least, most),
         }
-        for change, least, most in zip(value.ravel(), low.ravel(), high.ravel(), strict=True)
+        for change, least, most, side in zip(*(part.ravel().tolist() for part in (value, low, high, sign)), strict=True)
     ]
 
 
@@ -132,7 +133,9 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
             order = np.argsort(change_G, kind="stable").tolist()
             # the largest and the smallest changes, most helpful slice first
             shown = order if len(order) <= 2 * BARS_PER_END else order[:BARS_PER_END] + order[-BARS_PER_END:]
-            views = _bars(change_G[shown], dropped.low_GT[shown, t], dropped.high_GT[shown, t])
+            views = _bars(
+                change_G[shown], dropped.low_GT[shown, t], dropped.high_GT[shown, t], dropped.sign_GT[shown, t]
+            )
             bars = [{"name": label.names[g]} | view for g, view in zip(shown, views, strict=True)]
             answer |= _named_slices(label, sign_G1[:, 0], change_G) | {"bars": bars, "by_relevance": by_relevance}
         answers.append(answer | {"gain": _gain(findings, t), "agreement": _agreement(findings, findings.targets[t])})
@@ -193,7 +196,7 @@ def _agreement(findings: Findings, target: str) -> str:
 def slices(label: LabelFindings) -> View:
     """Return the table of a label, one row per slice, the most helpful one first."""
     dropped, n_targets = label.dropped, label.dropped.value_GT.shape[1]
-    bars = _bars(dropped.value_GT, dropped.low_GT, dropped.high_GT)
+    bars = _bars(dropped.value_GT, dropped.low_GT, dropped.high_GT, dropped.sign_GT)
     lines = [
         {
             "g": g,

@@ -21,10 +21,11 @@ from scipy.sparse import csr_array
 from grasp.arrays import F64, I32
 from grasp.artifact.reader import ArtifactReader
 from grasp.predict.predictor import Predictor, relevance_blocks
-from grasp.predict.slices import RESAMPLES, TAILS
 from grasp.predict.weights import Weights, sums_over
 from grasp.seeds import bootstrap_weights
 
+RESAMPLES = 1_000
+TAILS = (0.025, 0.975)
 COVERAGE = TAILS[1] - TAILS[0]
 NORMAL = 1.959964  # 97.5 % quantile of the standard normal distribution
 
@@ -95,7 +96,7 @@ def change_interval(
         return ChangeInterval(expected_T, expected_T - half_width_T, expected_T + half_width_T, weighted, "questions")
     change_1E = changes_by_unit(artifact, predictor, weights)
     counts_T = predictor.units.counts_T
-    if predictor.prior is not None:  # text is not decomposed by unit: only the centre differs, as in `predict.slices`
+    if predictor.prior is not None:  # text is not decomposed by unit: only the centre differs
         change_1E += np.repeat(change_T - predictor.units.mean_per_task(change_1E)[0], counts_T)
     stops = np.cumsum(counts_T)
     resampled_TR = np.full((len(counts_T), RESAMPLES), np.nan)
