@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from grasp import progress_display as progress
-from grasp.cli.console import show
 from grasp.progress import Progress
 from grasp.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
-from grasp.text import MAX_CELL_CHARS
+from grasp.text import MAX_CELL_CHARS, text_table
 from tests.mentions import assert_mentions
 
 
@@ -53,10 +52,10 @@ def test_the_total_time_is_estimated_from_the_first_parts(now, capsys):
     assert " 3 min 00 s " in capsys.readouterr().err
 
 
-def test_only_truncated_names_are_disambiguated(capsys):
+def test_only_truncated_names_are_disambiguated():
     long = "x" * 100
-    show("t", ("name", "n", "note"), [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")])
-    _, _, first, second, third = capsys.readouterr().out.splitlines()
+    rows = [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")]
+    _, _, first, second, third = text_table("t", ("name", "n", "note"), rows).splitlines()
     names = [line.split("  ")[0] for line in (first, second)]
     assert names[0] != names[1]
     assert all(len(name) <= MAX_CELL_CHARS for name in names)
