@@ -127,3 +127,18 @@ def test_a_notebook_shows_the_runs_of_a_retraining(cell):
 
     progress.shows_progress(retrain)()
     assert cell.shown[0].startswith("runs: ")
+
+
+def test_quiet_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(Watch, "line_seconds", 0.0)
+    for quiet, texts in ((False, ["note: a :x: b", "tokenizing: 1 of 2 rows", "note: c"]), (True, [])):
+        monkeypatch.setattr(Watch, "quiet", quiet)
+        with Watch() as watch:
+            watch.note("a :x: b")
+            watch.stage("rows", rows=2, tokens=None)
+            watch.advance(1, 0)
+            watch.runs(RetrainStatus("runs", note="c"))
+        out, err = capsys.readouterr()
+        assert not out
+        assert bool(err) != quiet
+        assert_mentions(err, *texts)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from grasp import files
 from grasp.cli.app import flag_of
+from grasp.progress_display import Watch
 from grasp.text import plain, printable
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check_outputs(
             inputs[phrase] = [item for item in values if isinstance(item, Path)]
     files.check_outputs(outputs, inputs, **options)
     for flag, path in outputs.items():
-        if path is not None and flag.startswith("--") and path.is_file():
+        if path is not None and flag.startswith("--") and path.is_file() and not Watch.quiet:
             print(f"note: {flag}: overwriting {plain(path)}", file=sys.stderr)
 
 
