@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from grasp import progress_display as progress
-from grasp.cli.console import show
 from grasp.progress import Progress
 from grasp.progress_display import Watch
 from grasp.retraining.worker import RetrainStatus
-from grasp.text import MAX_CELL_CHARS
+from grasp.text import MAX_CELL_CHARS, text_table
 from tests.mentions import assert_mentions
 
 
@@ -40,10 +39,10 @@ def test_stages_are_named_with_their_remaining_time(now, capsys):
     assert_mentions(capsys.readouterr().err, "verifying: 1 of 2 rows", "0 rows/s", " 6 s")
 
 
-def test_only_truncated_names_are_disambiguated(capsys):
+def test_only_truncated_names_are_disambiguated():
     long = "x" * 100
-    show("t", ("name", "n", "note"), [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")])
-    _, _, first, second, third = capsys.readouterr().out.splitlines()
+    rows = [(long + "a", "1", "b\t"), (long + "b", "1", "b"), ("b", "2", "b ")]
+    _, _, first, second, third = text_table("t", ("name", "n", "note"), rows).splitlines()
     names = [line.split("  ")[0] for line in (first, second)]
     assert names[0] != names[1]
     assert all(len(name) <= MAX_CELL_CHARS for name in names)
@@ -107,3 +106,18 @@ def test_a_notebook_has_one_line_per_stage_that_changes_in_place_and_none_elsewh
     assert cell.shown[1] == "note: one row was cut"
     monkeypatch.delitem(sys.modules, "IPython")
     assert long_work() is None
+
+
+def test_quiet_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(Watch, "line_seconds", 0.0)
+    for quiet, texts in ((False, ["note: a :x: b", "tokenizing: 1 of 2 rows", "note: c"]), (True, [])):
+        monkeypatch.setattr(Watch, "quiet", quiet)
+        with Watch() as watch:
+            watch.note("a :x: b")
+            watch.stage("rows", rows=2, tokens=None)
+            watch.advance(1, 0)
+            watch.runs(RetrainStatus("runs", note="c"))
+        out, err = capsys.readouterr()
+        assert not out
+        assert bool(err) != quiet
+        assert_mentions(err, *texts)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import unicodedata
 
 import pyarrow as pa
@@ -14,7 +15,18 @@ import grasp
 from grasp import text as ascii_text
 from grasp.report.views import interval, number, signed
 from grasp.results import Result, write_table
-from grasp.text import MAX_CELL_CHARS, did_you_mean, ending, json_text, name, plain, skipped_lines, unique_names
+from grasp.text import (
+    DEFAULT_WIDTH,
+    MAX_CELL_CHARS,
+    did_you_mean,
+    ending,
+    json_text,
+    name,
+    plain,
+    skipped_lines,
+    text_table,
+    unique_names,
+)
 from tests.report.world import write_artifact
 
 
@@ -63,6 +75,23 @@ def test_numbers_have_a_minus_sign_and_missing_ones_a_dash():
     assert ascii_text.number(123456789.0) == "123456789.000"
     assert interval(-0.000175, 0.0121) == "[\N{MINUS SIGN}0.0002, +0.012]"
     assert ascii_text.signed(None) == ascii_text.number(float("nan")) == "-"
+
+
+def test_tables_fit_a_terminal(monkeypatch):
+    headings = ["effect", "row_id", "topic", *(f"column_{k}" for k in range(4)), "text"]
+    rows = [["+1.0", f"cc:{k}{'0123456789' * 4}{k}", "Games", *["0.5"] * 4, "word " * 50] for k in range(3)]
+    in_pipe = text_table("", headings, rows)
+    assert max(map(len, in_pipe.splitlines())) == DEFAULT_WIDTH
+    assert all(row[1] in in_pipe for row in rows)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = text_table("", headings, rows).splitlines()
+    assert max(map(len, shown)) <= 80
+    ids = [line.split()[1] for line in shown[1:4]]
+    assert all(re.fullmatch(rf"cc:{k}0123\d*\.\.\.\d*6789{k}", ids[k]) for k in range(3))
+    assert len(shown) == 8  # the last columns continue below
+    same = [[f"a-{'x' * 50}-{k}-{'x' * 50}-z", *["0.5"] * 3] for k in "12"]
+    assert same[0][0][:20] in text_table("", ["row_id", *"abc"], same)
+    assert len({line.split()[0] for line in text_table("", ["row_id", *"abc"], same).splitlines()}) == 3
 
 
 def test_json_has_only_finite_numbers():

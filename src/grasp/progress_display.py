@@ -1,7 +1,7 @@
 """Show the progress of long operations, which they report by `grasp.progress.Progress`.
 
-`Watch` shows a bar on standard error on a terminal, else (or with `--quiet`) plain lines. `NotebookWatch` shows one
-line per stage in a notebook; functions for users of Python are decorated with `shows_progress`, which uses it.
+`Watch` shows a bar on standard error on a terminal, else plain lines, and nothing with `--quiet`. `NotebookWatch` shows
+one line per stage in a notebook; functions for users of Python are decorated with `shows_progress`, which uses it.
 """
 
 import functools
@@ -45,10 +45,10 @@ class Watch(Progress):
     """Progress of the stages of a long run, with rows/s, tokens/s and the time left."""
 
     line_seconds = LINE_SECONDS
-    quiet = False  # print plain lines on a terminal, too
+    quiet = False  # print nothing
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, quiet=self.quiet)
         self._plain = self.quiet or not sys.stderr.isatty()
         self._stopped = threading.Event()
         self._bar: Bar | None = None
@@ -136,17 +136,13 @@ class Watch(Progress):
 
     def note(self, line: str) -> None:
         """Print a note above the bar."""
-        text = f"note: {plain(line)}"
-        if self._bar is None:
-            print(text, file=sys.stderr)
-        else:
-            self._bar.console.print(text, markup=False, highlight=False)
+        self._console.print(f"note: {plain(line)}", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def runs(self, status: "RetrainStatus") -> None:
         """Show the state of a retraining: finished runs, steps of the current runs, and the time left."""
         if status.note is not None:
             for line in status.note.splitlines():
-                self._console.print(f"note: {plain(line)}", markup=False, highlight=False, soft_wrap=True)
+                self.note(line)
             return
         if status.stage != self._name:
             self.stage(status.stage, rows=status.total or None, tokens=None)
@@ -166,7 +162,8 @@ class Watch(Progress):
         self._write(plain(f"{self._name}: {', '.join(part for part in parts if part)}"))
 
     def _write(self, line: str) -> None:
-        print(line, file=sys.stderr)
+        if not self.quiet:
+            print(line, file=sys.stderr)
 
     def _close_stage(self) -> None:
         """Print the duration of the current stage, if lines are printed."""

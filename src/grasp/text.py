@@ -7,9 +7,11 @@ was left out of a corpus.
 
 import csv
 import json
+import shutil
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import accumulate
 from math import isfinite, isnan
 from typing import Any
 
@@ -19,6 +21,7 @@ SIZES = ("bytes", "kB", "MB", "GB", "TB")
 GAP = "  "
 MAX_EXAMPLE_CHARS = 300  # characters of an example of an unusable record
 MAX_CELL_CHARS = 60  # characters of a cell, except ids (people copy them) and a last column of text
+MIN_CELL_CHARS = 20  # characters to which names, ids and a last column of text are shortened on a narrow terminal
 SUFFIX_WIDTH = 6  # characters reserved for ` #2`, if two names are cut to the same text
 MAX_SIGNS_SHOWN = 6
 # How white space is shown where it matters, e.g. a token that is a line break.
@@ -253,19 +256,22 @@ def unique_names(names: Sequence[object], longest: int | None = None) -> list[st
 
 
 def text_table(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, width: int = DEFAULT_WIDTH
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1, wrap: bool = True
 ) -> str:
     """Format a table: the first `left` columns and a column `text` are left-aligned, numbers right-aligned.
 
-    A last column of text is truncated to `width`, other cells to `MAX_CELL_CHARS`; truncated names stay unique.
+    Cells have at most `MAX_CELL_CHARS`; truncated names stay unique. On a narrower terminal, a last column of text is
+    truncated, then names and ids are shortened in the middle, and then the last columns continue below.
 
     Args:
         title: line above the table; empty: none.
         headings: names of the columns.
         rows: values of each row.
         left: number of columns, from the first one, that hold names.
-        width: maximum width of the table in characters.
+        wrap: whether columns that do not fit continue below, after the names.
     """
+    terminal = shutil.get_terminal_size((0, 0)).columns  # 0: the output is not a terminal
+    width = terminal or DEFAULT_WIDTH
     headings = [plain(heading) for heading in headings]
     columns: list[list[str]] = []
     for k, heading in enumerate(headings):
@@ -281,9 +287,26 @@ def text_table(
     cells = [list(line) for line in zip(*columns, strict=True)]
     widths = [max(len(line[k]) for line in [headings, *cells]) for k in range(len(headings))]
     is_left_aligned = [k < left or heading == "text" for k, heading in enumerate(headings)]
-    if is_left_aligned[-1]:  # a last column of text takes the remaining width
-        used = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
-        widths[-1] = max(20, min(widths[-1], width - used))
+    excess = sum(widths) + len(GAP) * (len(widths) - 1) - width
+    name_columns = [k for k, heading in enumerate(headings) if k < left or heading.endswith("_id")] if terminal else []
+    for k in [len(widths) - 1] * is_left_aligned[-1] + name_columns:  # the last column of text first
+        shortest = max(MIN_CELL_CHARS, len(headings[k]))
+        shorter = max(min(widths[k], shortest), widths[k] - max(0, excess))
+        if k in name_columns and shorter < widths[k]:
+            short = {line[k]: _cut_middle(line[k], shorter) for line in cells}
+            if len(set(short.values())) < len(short):
+                continue  # shortened names would be the same
+            for line in cells:
+                line[k] = short[line[k]]
+        excess, widths[k] = excess - widths[k] + shorter, shorter
+    ends = list(accumulate(size + len(GAP) for size in widths))
+    n_fitting = max(left + 1, sum(end - len(GAP) <= width for end in ends))
+    if terminal and wrap and left and n_fitting < len(headings):
+        kept, below = range(n_fitting), (*range(left), *range(n_fitting, len(headings)))
+        parts = [([headings[k] for k in block], [[line[k] for k in block] for line in rows]) for block in (kept, below)]
+        return "\n".join(
+            text_table(caption, *part, left=left) for caption, part in zip((title, ""), parts, strict=True)
+        )
     lines = [plain(title)] if title else []
     for line in [headings, *cells]:
         aligned = [
@@ -297,3 +320,9 @@ def text_table(
 def _cut(text: str, width: int) -> str:
     """Truncate a text to a number of characters; the last three are dots."""
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _cut_middle(text: str, width: int) -> str:
+    """Truncate a name to a number of characters, preserving its beginning and its end."""
+    end = (width - 3) // 2
+    return text if len(text) <= width else f"{text[: width - 3 - end]}...{text[-end:]}"

@@ -151,3 +151,13 @@ def test_every_command_accepts_quiet(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(Watch, "quiet", False)
     assert "no such artifact" in refused(*(str(tmp_path / "none") if word == "ART" else word for word in arguments))
     assert Watch.quiet
+
+
+def test_quiet_commands_print_results_only(art, tmp_path, monkeypatch):
+    monkeypatch.setattr(Watch, "quiet", False)
+    out = str(tmp_path / "rows.parquet")
+    for quiet in ([], ["--quiet"]):
+        succeed("score", str(art), "--target", "facts", "--out", out)
+        done = succeed("score", str(art), "--target", "facts", "--out", out, *quiet)
+        assert done.err == ("" if quiet else f"note: --out: overwriting {out}\n")
+        assert done.out.endswith(" rows\n")

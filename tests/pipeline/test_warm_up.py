@@ -103,7 +103,7 @@ def test_the_same_command_has_nothing_to_do_and_another_number_of_steps_is_refus
         ({}, {"warm_up": 0}, "got 0"),
         ({}, {"recipe": RECIPE | {"lora_r": 2}}, "adapter"),
         ({}, {"recipe": RECIPE | {"max_length": 4}}, "max_length: got 4"),
-        ({"train": "new"}, {"warm_up": None}, "--recipe: no effect"),
+        ({"features": {"kernels": ["output_layer"]}}, {"warm_up": None}, "--recipe: no effect"),
         ({"corpus": {"form": "preference"}}, {}, "preference pairs"),
     ],
 )

@@ -126,6 +126,34 @@ def test_long_tables_of_rows(tmp_path):
     assert read(tmp_path, shares=rows).info.kind == "rows"
 
 
+def test_names_of_one_wide_table_are_those_of_the_artifact_and_percent_become_shares(tmp_path):
+    lines = [["run", "train_wiki", "train_code", "eval/sciq/acc", "eval/arc/loss"]]
+    lines += [["a", 25, 75, 0.4, 3], ["b", 100, 0, 0.5, 2]]
+    source = write(tmp_path / "w.csv", lines)
+    runs = grasp.import_runs(source, label="source", columns=["train_*"], metrics=["eval/*"])
+    assert runs.values == ("wiki", "code")
+    assert runs.info.metrics == {"sciq/acc": "higher", "arc/loss": "lower"}
+    np.testing.assert_allclose(runs.weights_RG(), [[0.25, 0.75], [1, 0]])
+    np.testing.assert_allclose(runs.utility_RST()[:, 0], [[0.4, -3], [0.5, -2]])
+    assert runs.notes == (
+        "shares add up to 100 in every run: percent, divided by 100",
+        "names are without 'train_', with which the patterns begin",
+        "names are without 'eval/', with which the patterns begin",
+    )
+    for patterns, names in ((["eval/sciq/*"], ("sciq/acc",)), (["eval/sciq/acc", "*loss"], tuple(lines[0][3:]))):
+        few = grasp.import_runs(source, label="source", columns=["train_*"], metrics=patterns)
+        assert few.metrics == names
+    with pytest.raises(RunsError, match=r"103 .* its 3 columns are train_code 75, train_wiki 25, eval/arc/loss 3;"):
+        grasp.import_runs(source, label="source", metrics=["*acc"])
+
+
+def test_a_prefix_that_belongs_to_the_names_remains(tmp_path):
+    lines = [["run", "cc_web", "cc_books", "sciq/acc", "sciq/loss"], ["a", 0.5, 0.5, 0.4, 3], ["b", 1, 0, 0.5, 2]]
+    source = write(tmp_path / "w.csv", lines)
+    runs = grasp.import_runs(source, label="source", columns=["cc_*"], metrics=["sciq/*"])
+    assert (runs.values, runs.metrics) == (("cc_web", "cc_books"), ("sciq/acc", "sciq/loss"))
+
+
 def test_shares_with_a_sum_close_to_one_are_normalised(tmp_path):
     near = changed(SHARES, 1, 1, 0.505)
     np.testing.assert_allclose(read(tmp_path, shares=near).weights_RG().sum(axis=1), 1.0)

@@ -224,6 +224,8 @@ def test_shares_of_rows_are_no_shares_of_tokens(runs):
 
 
 def test_questions_that_runs_cannot_answer_are_refused(runs):
+    with pytest.raises(RunsError, match=r"'sciq/los': 1.0} \(did you mean 'sciq/loss'\?\), expected some of"):
+        grasp.mix_runs(runs, "sciq/los")
     with pytest.raises(RunsError, match=r"got the metrics .*'boolq'"):
         grasp.mix_runs(runs, "boolq")
     results = pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]})
@@ -266,7 +268,7 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
         ({"cap": "10%"}, r"the floors add up to 0.0%, the caps \(with --max-repeat\) to 30.0%"),
         ({"floor": "games:50%", "cap": "40%"}, r"games has a floor of 50.0% and at most 40.0%"),
         ({"floor": "games:500"}, r"floor games: got a number, expected a share"),
-        ({"cap": "geams:5%"}, r"cap: topic has no value 'geams'"),
+        ({"cap": "geams:5%"}, r"cap: topic has no value 'geams' \(did you mean 'games'\?\); it has"),
     ],
 )
 def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, requested, message):

@@ -144,9 +144,11 @@ def find_checkpoints(paths: Iterable[Path]) -> tuple[Checkpoint, ...]:
         candidates = [*sorted(candidates, key=lambda path: int(path.name.split("-")[1])), directory]
         saved = [path for path in candidates if (path / CONFIG).is_file()]
         if not saved:
-            state = f"neither {CONFIG} nor checkpoint-<step> directories"
+            problem = "no such directory"
+            if directory.exists():
+                problem = f"neither {CONFIG} nor checkpoint-<step> directories"
             raise ModelError(
-                f"checkpoints: {directory}: {state if directory.exists() else 'no such directory'}; expected a Hugging "
+                f"checkpoints: {directory}: {problem}; expected a Hugging "
                 "Face checkpoint, or the directory of a training run such as ENV/reference/seed-0"
             )
         for path in saved:

@@ -123,7 +123,7 @@ app = typer.Typer(
     ),
     epilog=(
         "Start with: grasp demo. More about a command: grasp COMMAND --help. "
-        "Every command accepts --quiet, plain lines instead of a progress bar, and --notes, all notes on a result."
+        "Every command accepts --quiet, no progress and no notes on standard error, and --notes, all notes on a result."
     ),
 )
 

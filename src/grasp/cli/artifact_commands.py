@@ -162,7 +162,8 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
     score = ["score", out, "--target", next(iter(manifest.targets)), "--top", "10"]
     if (row_lengths(artifact) >= MIN_RELIABLE_TOKENS).sum() >= 10:
         score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]
-    print(f"next: {program()} {shlex.join(score)}")
+    if not Watch.quiet:
+        print(f"next: {program()} {shlex.join(score)}")
 
 
 @command(

@@ -3,7 +3,7 @@
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -12,7 +12,8 @@ from rich.console import Console
 
 from grasp import files
 from grasp.cli.app import flag_of
-from grasp.text import DEFAULT_WIDTH, plain, printable, text_table
+from grasp.progress_display import Watch
+from grasp.text import plain, printable
 
 if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
@@ -47,18 +48,6 @@ def in_colour() -> bool:
     """Return whether standard output is a terminal with colours and NO_COLOR is not set."""
     console = Console()
     return console.color_system is not None and not console.no_color
-
-
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table, at most as wide as the terminal.
-
-    Args:
-        title: line above the table.
-        headings: names of the columns.
-        rows: values of each row.
-    """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else DEFAULT_WIDTH
-    print(text_table(title, headings, rows, width=width))
 
 
 def program() -> str:
@@ -96,7 +85,7 @@ def check_outputs(
             inputs[phrase] = [item for item in values if isinstance(item, Path)]
     files.check_outputs(outputs, inputs, **options)
     for flag, path in outputs.items():
-        if path is not None and flag.startswith("--") and path.is_file():
+        if path is not None and flag.startswith("--") and path.is_file() and not Watch.quiet:
             print(f"note: {flag}: overwriting {plain(path)}", file=sys.stderr)
 
 

@@ -8,7 +8,7 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, print_evaluation, print_result, show
+from grasp.cli.console import check_outputs, print_evaluation, print_result
 from grasp.cli.options import (
     Address,
     Art,
@@ -22,6 +22,7 @@ from grasp.cli.options import (
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
 from grasp.progress_display import Watch
+from grasp.text import text_table
 
 
 @command(
@@ -47,7 +48,7 @@ def methods(
 
     if name is None:
         rows = [(name, summary_of(point)) for name, point in registered_methods().items()]
-        show("methods", ("name", "description"), rows)
+        print(text_table("methods", ("name", "description"), rows))
         return
     method_class = load_method(name)
     print(f"{name}\n")

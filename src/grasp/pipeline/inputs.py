@@ -155,6 +155,9 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any], fingerpr
         }
         for identity in (before, now)
     )
+    # with `like` the length of the training is that of the other artifact, and unset
+    unset = [name for name in ("learning_rate_sum", "batch_rows") if current["features"].get(name) is None]
+    earlier["features"] = {name: value for name, value in earlier["features"].items() if name not in unset}
     return list(differences(earlier, current))
 
 
@@ -211,15 +214,12 @@ def _prepare_text(
         "corpus": settings.corpus.model_copy(update={"max_length": store.details["max_length"]}),
         "targets": settings.targets.model_copy(update={"max_length": max_unit_length}),
     }
-    if "gradient" in settings.features.kernels:
+    if "gradient" in settings.features.kernels and settings.like is None:  # else as in the artifact `like`
         recipe = default_recipe(store.n_rows) if settings.recipe is None else FineTuningRecipe(**settings.recipe)
-        length = {
-            "learning_rate_sum": recipe.optimizer(store.n_rows).learning_rate_sum,
-            "batch_rows": recipe.batch_rows,
-        }
-        if settings.like is not None:  # whose curvature is used
-            length = {name: ArtifactReader.open(settings.like).feature_settings.get(name) for name in length}
-        updates["features"] = settings.features.completed(**length)
+        training = recipe.optimizer(store.n_rows)
+        updates["features"] = settings.features.completed(
+            learning_rate_sum=training.learning_rate_sum, batch_rows=training.batch_rows
+        )
     if tokenizer.writes_chats and tokenizer.writes_date:
         updates["model"] = settings.model.model_copy(update={"chat_date": tokenizer.chat_date})
     settings = settings.model_copy(update=updates)

@@ -155,10 +155,12 @@ class _Pairs:
         effect_N = effect_N - effect_N.mean()
 
         def by_slice(values_P: F64) -> F64:
-            return np.bincount(self.slice_P, values_P, minlength=n_slices)
+            return np.asarray(np.bincount(self.slice_P, values_P, minlength=n_slices), dtype=np.float64)
 
-        sum_D = np.bincount(self.documents_N, effect_N)
-        sum_P = np.bincount(self.entry_pair_M, effect_N[self.entry_row_M], minlength=len(self.slice_P))
+        sum_D: F64 = np.bincount(self.documents_N, effect_N).astype(np.float64)
+        sum_P: F64 = np.bincount(self.entry_pair_M, effect_N[self.entry_row_M], minlength=len(self.slice_P)).astype(
+            np.float64
+        )
         # variance of rows within documents and of documents, by the method of moments
         within = (effect_N @ effect_N - (sum_D**2 / self.rows_D).sum()) / max(n_rows - n_documents, 1)
         within = max(float(within), 0.0) if n_rows > n_documents else 0.0

@@ -135,7 +135,7 @@ class Evaluation(Result):
                 rows.append([result.method, name, str(metrics.n_units), *cells, *(cost_cells if with_cost else [])])
                 roles.append(result.predictions.method_role)
         headings = ["method", "target", "units", *HEADINGS.values(), *(COST_COLUMNS if with_cost else ())]
-        heading, *lines = text_table("", headings, rows, left=2).splitlines()
+        heading, *lines = text_table("", headings, rows, left=2, wrap=False).splitlines()
         text, group = [plain(self.headline), heading], "predictor"
         for method_role, line in zip(roles, lines, strict=True):
             if method_role != group:

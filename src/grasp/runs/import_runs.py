@@ -16,7 +16,9 @@ trainers, harnesses and trackers (`grasp.file_readers`). A reader of `results` r
 """
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from grasp.errors import RunsError
 from grasp.file_readers import claimed
 from grasp.files import check_directory
 from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
-from grasp.runs.metric_names import SHARE, direction_by_name, is_standard_error, metric_kind
+from grasp.runs.metric_names import SHARE, SPLIT_NAMES, direction_by_name, is_standard_error, metric_kind
 from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import SUM_TOLERANCE, WEIGHTS_SCHEMA, RunTable
 from grasp.runs.training_runs import Direction, Kind, RunsInfo
@@ -133,7 +135,7 @@ def import_runs(
                     f"{weights_location}: contains weights and results; pass the columns with results: --metrics"
                 )
             columns = columns or [f"!{pattern}" for pattern in metrics]
-        kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns)
+        kind, trained_table = _read_weights(weights_table, weights_location, label, weights, columns, notes)
     harness: Any = None
     if results is None:
         results_table, results_location = weights_table, weights_location
@@ -167,6 +169,9 @@ def import_runs(
     sign = [-1.0 if directions[metric] == "lower" else 1.0 for metric in results_long["target"].to_pylist()]
     utility = pa.array(results_long["utility"].to_numpy() * sign)
     results_long = results_long.set_column(results_long.num_columns - 1, "utility", utility)
+    results_long = _without_prefix(results_long, "target", metrics, notes)
+    metric_names = pc.unique(results_long["target"]).to_pylist()
+    directions = dict(zip(metric_names, directions.values(), strict=True))
     meaning = {"kind": kind, "label": label, "measure": measure, "metrics": directions}
     info = RunsInfo.model_validate(IMPORTED | meaning)
     locations = weights_location, results_location
@@ -235,7 +240,7 @@ def read_mixtures(
 
 
 def _read_weights(
-    table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str]
+    table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str], notes: list[str]
 ) -> tuple[Kind, pa.Table]:
     """Return what the weights are of (rows, shares or times), and a table of run, name and weight.
 
@@ -257,12 +262,15 @@ def _read_weights(
     if len(weight_columns) < 2:
         raise RunsError(f"{location}: has {len(weight_columns)} columns of weights, expected two or more")
     weight_RG = np.stack([wide.numbers[name] for name in weight_columns], axis=1)
+    if weights == "shares" and (np.abs(weight_RG.sum(axis=1) / 100 - 1) <= SUM_TOLERANCE).all():
+        weight_RG /= 100
+        notes.append("shares add up to 100 in every run: percent, divided by 100")
     run_index, value_index = (index.ravel() for index in np.indices(weight_RG.shape))
     columns_of_long = np.array(wide.runs, object)[run_index], np.array(weight_columns, object)[value_index]
     long = pa.table([*map(pa.array, (*columns_of_long, weight_RG.ravel()))], WEIGHTS_SCHEMA.names)
     # a run may occur again with another seed, but only with the same weights
     long = long.group_by(long.column_names, use_threads=False).aggregate([])
-    return ("times" if weights == "times" else "shares"), long
+    return ("times" if weights == "times" else "shares"), _without_prefix(long, "row_id", columns, notes)
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -388,6 +396,23 @@ def _refuse_mixed_scales(results: pa.Table, location: str) -> None:
                 f"{location}: {metric} is {shares[0]:g} of run {first.as_py()!r} and {percent[0]:g} of run "
                 f"{second.as_py()!r}: shares and percent are mixed; use one unit"
             )
+
+
+def _without_prefix(table: pa.Table, column: str, patterns: Sequence[str], notes: list[str]) -> pa.Table:
+    """Remove what all `patterns` begin with, such as `train_` or `eval/`, from the names in a column of a table.
+
+    Names of an artifact remain: `sciq/*` removes nothing, as `acc` is no metric of a task.
+    """
+    literals = [re.split(r"[*?[]", pattern)[0] for pattern in patterns if pattern[:1] != "!"]
+    common = commonprefix(literals)  # noqa: RUF071 - of characters, as in train_web, train_code
+    prefix, names = common[: common.rfind("/") + 1], table[column].to_pylist()
+    if not all(name.removeprefix(prefix).count("/") for name in names):
+        match = re.match(rf"({SPLIT_NAMES})[/_.]", common)
+        prefix = match[0] if match else ""
+    if prefix:
+        notes.append(f"names are without {prefix!r}, with which the patterns begin")
+    short = pa.array([name.removeprefix(prefix) for name in names], pa.string())
+    return table.set_column(table.column_names.index(column), column, short)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

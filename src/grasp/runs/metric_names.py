@@ -14,7 +14,8 @@ from grasp.arrays import F64
 from grasp.runs.training_runs import Direction
 
 STANDARD_ERROR = r"(.*_)?(std_?err|std_error|standard_error)"
-SPLIT = r"((train|val|valid|validation|dev|eval|test)_)?"  # prefix of a metric that is written before its task
+SPLIT_NAMES = r"train|val|valid|validation|dev|eval|test"
+SPLIT = rf"(({SPLIT_NAMES})_)?"  # prefix of a metric that is written before its task
 LOSS, SHARE = "loss", "share"  # kinds: nats per token; shares of 1
 METRICS: tuple[tuple[Direction, str, str], ...] = (  # direction, kind (empty: the metric itself), names
     ("lower", LOSS, r"loss|nll|ce|cross_?entropy|negative_log_likelihood"),

@@ -47,6 +47,7 @@ ROUNDING = 1e-9  # sums of shares that differ from 1 by no more than this are ex
 SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
 MAX_UTILITY = 1e30  # largest absolute value of a metric, so that sums of squares stay finite
 MAX_LISTED = 3
+MAX_SHARES_LISTED = 5  # shares of a run that are listed if they do not add up to 1
 MIN_MIXTURES = 2  # minimum number of different mixtures
 MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
@@ -290,9 +291,12 @@ def _problems(
     sum_of_run = _sum_of_weights(trained)
     wrong = [run for run, weight_sum in sum_of_run.items() if abs(weight_sum - 1.0) > SUM_TOLERANCE]
     for run in wrong if info.kind == "shares" else ():
+        shares = trained.filter(pc.equal(trained["subset_id"], run)).sort_by([("weight", "descending")]).to_pylist()
+        listed = ", ".join(f"{name} {share:.4g}" for _, name, share in map(dict.values, shares[:MAX_SHARES_LISTED]))
         yield (
             f"{weights_location}: run {run!r}: shares add up to {sum_of_run[run]:.4g} ({len(wrong)} such), expected 1; "
-            "divide percent by 100; if they are numbers of epochs of each value, import them with --times"
+            f"the largest of its {len(shares)} columns are {listed}; select the columns of shares with --weights; "
+            "if they are numbers of epochs of each value, import them with --times"
         )
     for run, weight_sum in sum_of_run.items():
         if weight_sum <= 0:

@@ -25,7 +25,7 @@ from grasp.errors import SettingsError
 from grasp.select.items import Items
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.store.contents import readable_table
-from grasp.text import as_names, plain
+from grasp.text import as_names, did_you_mean, plain
 
 Unit = Literal["rows", "tokens", "documents"]
 BUDGET_EXAMPLES = "20%, 5000, 5000rows, 2Mtokens, 20%tokens or 300documents"
@@ -163,7 +163,8 @@ def amounts_by_value(
             qualifier, grouped = (
                 (" in this artifact", f"; its {n_grouped:,} smallest values share one slice") if n_grouped else ("", "")
             )
-            raise SettingsError(f"{flag}: {label} has no value {name!r}{qualifier}; it has {shown}{grouped}")
+            hint = did_you_mean(name, map(str, names))
+            raise SettingsError(f"{flag}: {label} has no value {name!r}{qualifier}{hint}; it has {shown}{grouped}")
         amounts[list(names).index(name)] = amount
     return amounts
 

@@ -28,7 +28,7 @@ from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.budget import first_few
 from grasp.select.linear_program import MixtureProblem, frank_wolfe
-from grasp.text import parse_names
+from grasp.text import did_you_mean, parse_names
 
 Runs = RunTable | Path | str
 
@@ -94,9 +94,10 @@ class MixtureModel:
         )
         unknown = [name for name in weight_of if name not in table.metrics]
         if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:
+            hint = "".join(did_you_mean(name, table.metrics) for name in unknown)
             raise RunsError(
-                f"{table.name}: got the metrics {weight_of}, expected some of {', '.join(table.metrics[:MAX_LISTED])} "
-                "... with weights of 0 or more"
+                f"{table.name}: got the metrics {weight_of}{hint}, expected some of "
+                f"{', '.join(table.metrics[:MAX_LISTED])} ... with weights of 0 or more"
             )
         constant = table.constant_metrics()
         table = table.select_metrics([name for name in table.metrics if name not in constant])

@@ -8,11 +8,11 @@ import typer
 
 import grasp
 from grasp.cli.app import command, option
-from grasp.cli.console import check_outputs, show
+from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Assignments, ConfigFile, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.text import plain, skipped_text
+from grasp.text import plain, skipped_text, text_table
 from grasp.vision.settings import FitSettings
 from grasp.yaml_files import require_flags, validated
 
@@ -95,25 +95,26 @@ def detect(
     if suspects.detections:
         first_scores = next(iter(suspects.detections.values()))
         k = first_scores.at_k.k
-        show(
+        title = (
             f"evaluation against the truth: {first_scores.n_planted:,} of {first_scores.n_rows:,} rows planted; "
-            "best F1: over all thresholds",
-            ("score", "AUROC", "95% interval", "AP", f"P@{k}", f"R@{k}", f"F1@{k}", "best F1", "at k"),
-            [
-                (
-                    name,
-                    f"{scores.auroc:.3f}",
-                    f"{scores.auroc_low:.3f} to {scores.auroc_high:.3f}",
-                    f"{scores.average_precision:.3f}",
-                    f"{scores.at_k.precision:.3f}",
-                    f"{scores.at_k.recall:.3f}",
-                    f"{scores.at_k.f1:.3f}",
-                    f"{scores.best.f1:.3f}",
-                    scores.best.k,
-                )
-                for name, scores in suspects.detections.items()
-            ],
+            "best F1: over all thresholds"
         )
+        headings = ("score", "AUROC", "95% interval", "AP", f"P@{k}", f"R@{k}", f"F1@{k}", "best F1", "at k")
+        rows = [
+            (
+                name,
+                f"{scores.auroc:.3f}",
+                f"{scores.auroc_low:.3f} to {scores.auroc_high:.3f}",
+                f"{scores.average_precision:.3f}",
+                f"{scores.at_k.precision:.3f}",
+                f"{scores.at_k.recall:.3f}",
+                f"{scores.at_k.f1:.3f}",
+                f"{scores.best.f1:.3f}",
+                scores.best.k,
+            )
+            for name, scores in suspects.detections.items()
+        ]
+        print(text_table(title, headings, rows))
     print(suspects)
     if out is not None:
         print(f"{suspects.write(out)}: {len(suspects):,} rows")
