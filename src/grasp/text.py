@@ -302,8 +302,11 @@ def text_table(
     ends = list(accumulate(size + len(GAP) for size in widths))
     n_fitting = max(left + 1, sum(end - len(GAP) <= width for end in ends))
     if terminal and wrap and left and n_fitting < len(headings):
-        kept, below = range(n_fitting), (*range(left), *range(n_fitting, len(headings)))
-        parts = [([headings[k] for k in block], [[line[k] for k in block] for line in rows]) for block in (kept, below)]
+        first_columns, below = range(n_fitting), (*range(left), *range(n_fitting, len(headings)))
+        parts = [
+            ([headings[k] for k in block], [[line[k] for k in block] for line in rows])
+            for block in (first_columns, below)
+        ]
         return "\n".join(
             text_table(caption, *part, left=left) for caption, part in zip((title, ""), parts, strict=True)
         )

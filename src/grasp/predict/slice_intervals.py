@@ -103,8 +103,8 @@ def dropped_errors(
         variances_2G = variances_2G * slope_GT[:, t] ** 2
         documents_G = variances_2G.sum(axis=0)
         units_G = change_GE[:, start:stop].var(axis=1, ddof=1) / n_units
-        own_G = np.maximum(units_G - shared * documents_G, 0.0) * ratio(1.0, units_G)  # w
-        parts_3G = np.vstack([variances_2G, own_G**2 * units_G])
+        unit_share_G = np.maximum(units_G - shared * documents_G, 0.0) * ratio(1.0, units_G)  # w
+        parts_3G = np.vstack([variances_2G, unit_share_G**2 * units_G])
         variance_G = parts_3G.sum(axis=0)
         freedom_3G = np.vstack([freedom_2G, np.full(len(units_G), n_units - 1)])
         squares_G = (parts_3G**2 / freedom_3G).sum(axis=0)
@@ -162,10 +162,10 @@ class _Pairs:
             np.float64
         )
         # variance of rows within documents and of documents, by the method of moments
-        within = (effect_N @ effect_N - (sum_D**2 / self.rows_D).sum()) / max(n_rows - n_documents, 1)
-        within = max(float(within), 0.0) if n_rows > n_documents else 0.0
+        row_variance = (effect_N @ effect_N - (sum_D**2 / self.rows_D).sum()) / max(n_rows - n_documents, 1)
+        row_variance = max(float(row_variance), 0.0) if n_rows > n_documents else 0.0
         squares = self.rows_D @ self.rows_D
-        between = max(float((sum_D @ sum_D - within * n_rows) / squares), 0.0)
+        between = max(float((sum_D @ sum_D - row_variance * n_rows) / squares), 0.0)
 
         share_G, rest_rows_G = self.rows_G / n_rows, np.maximum(n_rows - self.rows_G, 1.0)
         total_G = by_slice(sum_P)
@@ -183,9 +183,10 @@ class _Pairs:
         weight_P = share_P * rest_rows_P - (1.0 - share_P) * self.rows_P
         expected_2G = np.stack(
             [
-                within * by_slice(share_P**2 * rest_rows_P + (1.0 - share_P) ** 2 * self.rows_P)
+                row_variance * by_slice(share_P**2 * rest_rows_P + (1.0 - share_P) ** 2 * self.rows_P)
                 + between * by_slice(weight_P**2),
-                share_G**2 * (within * (n_rows - by_slice(all_rows_P)) + between * (squares - by_slice(all_rows_P**2))),
+                share_G**2
+                * (row_variance * (n_rows - by_slice(all_rows_P)) + between * (squares - by_slice(all_rows_P**2))),
             ]
         )
         inside_G = by_slice(np.ones(len(self.slice_P)))
