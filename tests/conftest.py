@@ -37,6 +37,7 @@ from tests.pipeline.world import SKETCHES, world
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 torch.set_num_threads(1)  # for tiny models several threads are slower
+os.environ.pop("COLUMNS", None)  # of workers of xdist: tables are those of a pipe
 
 VOCAB = 97
 

@@ -124,7 +124,8 @@ def layers_of(model: ReferenceModel, parameter_names: Iterable[str]) -> LayerSet
         users = owners[names[0]]
         using = [module for _, module in users]
         fault = ""  # the output layer, which is not called during a pass, is selected as one complete matrix
-        if model.head.linear in using and not model.head.is_weight:
+        has_scaled_bias = model.head.factor_V is not None and getattr(model.head.linear, "bias", None) is not None
+        if model.head.linear in using and (not model.head.is_weight or has_scaled_bias):
             fault = f"{names[0]}: the logits are not those of the complete weight ({head_type})"
         elif any(module in inner_modules for module in using):
             fault = f"{names[0]} is inside the output layer ({head_type}), which is supported as a whole only"

@@ -156,8 +156,10 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any], fingerpr
         for identity in (before, now)
     )
     # with `like` the length of the training is that of the other artifact, and unset
-    unset = [name for name in ("learning_rate_sum", "batch_rows") if current["features"].get(name) is None]
-    earlier["features"] = {name: value for name, value in earlier["features"].items() if name not in unset}
+    features = earlier["features"], current["features"]
+    unset = [name for name in ("learning_rate_sum", "batch_rows") if None in [side.get(name) for side in features]]
+    for side in (earlier, current):
+        side["features"] = {name: value for name, value in side["features"].items() if name not in unset}
     return list(differences(earlier, current))
 
 
