@@ -55,11 +55,8 @@ def artifact_of(
     kind = ENVIRONMENTS[name]
     shared = features == POOLED
     if not shared:
-        features = {
-            **features,
-            "learning_rate_sum": kind.recipe.learning_rate_sum,
-            "batch_rows": kind.recipe.batch_rows,
-        }
+        training = {"learning_rate_sum": kind.recipe.learning_rate_sum, "batch_rows": kind.recipe.batch_rows}
+        features = training | dict(features)
     dtype = "bfloat16" if kind.recipe.bfloat16 else "float32"
     trained_on = open_corpus(name, work, tokenizer)
     settings: dict[str, Any] = {

@@ -146,7 +146,7 @@ def train(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, weight_decay=0.0, fused=True)
     losses = []
-    for step, batch in enumerate(recipe.batches(row_index)):
+    for step, batch in enumerate(recipe.batches(row_index)[: recipe.stop or None]):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
         model.train()
