@@ -13,7 +13,6 @@ from grasp.errors import ModelError, SettingsError
 from grasp.formats.trainer_recipes import RECIPE_FIELDS, SWITCHES, known_fields
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
-from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
 
 
@@ -179,12 +178,6 @@ def test_what_a_recipe_does_otherwise_is_noted(fields, words):
     assert bool(notes) == bool(words)
 
 
-def test_axolotl_reads_beta_from_its_group_first():
-    beta = {"trl": {"beta": 2.0, "sync_ref_model": False}, "rl_beta": 0.3}
-    assert recipe_of(rl="dpo", **beta).beta == 2.0
-    assert recipe_of(**{"rl": "dpo", **beta, "trl": {"beta": None}}).beta == 0.3
-
-
 def test_a_recipe_of_llama_factory_is_that_of_trl():
     followed = {"stage": "dpo", "finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v_proj"}
     followed |= {"cutoff_len": 512, "pref_beta": 0.3, "pref_loss": "sigmoid", "learning_rate": 1e-4}
@@ -280,15 +273,3 @@ def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
     expected = {(False, None): conversations, (False, False): prompts, (None, False): prompts}
     text = expected.get((assistant_only, completion_only))
     assert not notes if text is None else text in notes[0]
-
-
-@pytest.mark.parametrize("n_rows", [3, 8, 9])
-def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
-    fields = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
-    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
-    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"input": 1.0}] * n_rows)
-    sizes = [len(batch["input"]) for _ in range(2) for batch in trainer.get_train_dataloader()]
-    recipe = FineTuningRecipe(**fields)
-    retained = np.arange(12) < n_rows
-    for batches in (recipe.order(n_rows, 0), recipe.batches(row_order(retained, seed=0), n_rows)):
-        assert [len(batch) for batch in batches] == sizes
