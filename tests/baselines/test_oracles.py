@@ -73,13 +73,6 @@ def test_an_oracle_finds_a_planted_linear_world(kind):
     assert rho(oracles.oracle(kind, oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
 
 
-def test_masks_explain_less_than_the_labels_of_their_family():
-    blocks, utilities = world()
-    on_masks = rho(oracles.oracle("ridge", oracles.mask_features(blocks), utilities), utilities)
-    on_labels = rho(oracles.oracle("ridge", oracles.fraction_features(blocks, LABELS), utilities), utilities)
-    assert 0.3 < on_masks < on_labels
-
-
 def test_an_oracle_of_noise_is_not_better_than_chance():
     got = []
     for seed in range(30):
