@@ -61,13 +61,18 @@ def test_by_id_and_by_a_field_of_the_metadata(selected, tmp_path):
     assert {line["text"] for line in by_field} == texts
 
 
-def test_dropped_documents_are_counted_and_can_be_written(selected, tmp_path):
-    path, ids, texts = selected
-    step = SelectedDocuments(ids, exclusion_writer=writers.ParquetWriter(str(tmp_path / "dropped")))
-    run(readers.ParquetReader(str(path), id_key="row_id"), step, tmp_path / "out")
-    dropped = lines_of(tmp_path / "dropped")
-    assert {line["metadata"]["filter_reason"] for line in dropped} == {"not_selected"}
-    assert not {line["text"] for line in dropped} & texts
+def test_documents_without_ids_are_matched_by_content(tmp_path):
+    rows = [row for row in records(named=False) if row["text"]]
+    path = write_parquet(tmp_path / "corpus" / "c.parquet", rows)
+    artifact = build(tmp_path, path)
+    chosen_N = choose(artifact)
+    selection = select_documents(rows_of(artifact), chosen_N, "half")
+    selection.write_ids(tmp_path / "kept.txt")
+    reader = readers.ParquetReader(str(path.parent))
+    documents = run(reader, SelectedDocuments(str(tmp_path / "kept.txt"), by="content"), tmp_path / "out")
+    assert {line["text"] for line in documents} == {
+        row["text"] for row, keep in zip(rows, selection.mask_M, strict=False) if keep
+    }
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet"])

@@ -159,6 +159,12 @@ def test_a_text_that_looks_like_a_list_stays_a_text():
     assert [unit.completion for unit in units] == [" a0", " a1", " a2", " c"]
 
 
+@pytest.mark.parametrize("target", ["[1] is it", "[x]", "] )", "{'a': 1}"])
+def test_brackets_are_text(target):
+    (unit,) = read(generated(0, target))
+    assert unit.completion == f" {target}"
+
+
 @pytest.mark.parametrize(
     ("context", "target", "completion"), [("A:", "4", " 4"), ("A:\n", "4", "4"), ("A:", " 4", " 4"), ("A: ", "4", "4")]
 )

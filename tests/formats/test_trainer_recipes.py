@@ -178,6 +178,12 @@ def test_what_a_recipe_does_otherwise_is_noted(fields, words):
     assert bool(notes) == bool(words)
 
 
+def test_axolotl_reads_beta_from_its_group_first():
+    beta = {"trl": {"beta": 2.0, "sync_ref_model": False}, "rl_beta": 0.3}
+    assert recipe_of(rl="dpo", **beta).beta == 2.0
+    assert recipe_of(**{"rl": "dpo", **beta, "trl": {"beta": None}}).beta == 0.3
+
+
 def test_a_recipe_of_llama_factory_is_that_of_trl():
     followed = {"stage": "dpo", "finetuning_type": "lora", "lora_rank": 4, "lora_target": "q_proj, v_proj"}
     followed |= {"cutoff_len": 512, "pref_beta": 0.3, "pref_loss": "sigmoid", "learning_rate": 1e-4}
@@ -261,15 +267,3 @@ def test_incomplete_forward_passes_are_left_out_as_by_transformers(tmp_path, n_r
     assert sum(map(len, order)) == 2 * 4 * len(trainer.get_train_dataloader())
     with pytest.raises(SettingsError, match="dataloader_drop_last: 3 rows"):
         recipe_of(**fields).steps(3)
-
-
-@pytest.mark.parametrize("completion_only", [None, False, True])
-@pytest.mark.parametrize("assistant_only", [None, False, True])
-def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
-    """As by `SFTTrainer`: assistant masks always hold, else rows with a prompt have a completion mask by default."""
-    fields = {"assistant_only_loss": assistant_only, "completion_only_loss": completion_only, "max_steps": 1}
-    notes = FineTuningRecipe.from_mapping(fields).notes
-    prompts, conversations = "trains on prompts too", "trains on prompts of conversations too"
-    expected = {(False, None): conversations, (False, False): prompts, (None, False): prompts}
-    text = expected.get((assistant_only, completion_only))
-    assert not notes if text is None else text in notes[0]
