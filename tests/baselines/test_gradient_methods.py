@@ -228,6 +228,18 @@ def test_datainf_equals_the_mean_of_explicit_inverses_for_each_layer(world, tmp_
     assert_close(result, expected, 1e-3)
 
 
+def test_datainf_with_projections_equals_the_closed_form_on_them(world, tmp_path):
+    layers = ("*layers.1*q_proj", "final_norm")
+    result = scored(world, tmp_path, "datainf", dimension=8, layers=layers)
+    row_LNK, unit_LEK = projected(world, -1, 8, layers, per_block=True)
+    assert row_LNK.shape == (2, N_ROWS, 8)
+    expected = 0.0
+    for row_NK, unit_EK, size in zip(row_LNK, unit_LEK, (256, 16), strict=True):
+        expected = expected + datainf_by_inversion(row_NK, unit_EK, row_NK, 0.1 * 8 / size)
+    assert_close(result, expected, 1e-3)
+    assert account(world, tmp_path, "datainf", dimension=8, layers=layers).features == 16
+
+
 # --------------------------------------------------------------------------------------------- influence
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from grasp.baselines.gradients.factors import squared_norm
+from grasp.baselines.gradients.factors import materialise, squared_norm
 from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import as_matrix, choose_layers
 from grasp.baselines.gradients.projection import Projection
@@ -169,11 +169,22 @@ def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(for
 # ------------------------------------------------------------------------------------------- factors
 
 
+def test_norms_by_pairs_and_by_matrices_agree():
+    generator = torch.Generator().manual_seed(0)
+    for positions, left, right in ((3, 40, 50), (30, 2, 3)):
+        dense = GradientFactors(
+            torch.randn(4, positions, left, generator=generator), torch.randn(4, positions, right, generator=generator)
+        )
+        ids = GradientFactors(
+            torch.randint(left, (4, positions), generator=generator),
+            torch.randn(4, positions, right, generator=generator),
+        )
+        expected = (materialise(dense, left) + materialise(ids, left)).flatten(1).square().sum(1)
+        close = rounding(left * right + positions, expected)
+        torch.testing.assert_close(squared_norm([dense, ids], left), expected, rtol=0, atol=close)
+
+
 # ------------------------------------------------------------------------------------------- layers
-
-
-def names(patterns, family="llama") -> list[str]:
-    return [block.name for block in choose_layers(reference(family), patterns).blocks]
 
 
 @pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])
@@ -214,6 +225,11 @@ def test_missing_layers_are_refused(patterns, message):
         choose_layers(reference("llama"), patterns)
 
 
+class _Doubled(nn.Linear):
+    def forward(self, received):
+        return 2 * super().forward(received)
+
+
 class _Table(nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,6 +253,15 @@ def test_the_padding_token_of_an_embedding_is_not_trained():
     (result,) = held(engine, [row])
     assert not expected[7].any()
     torch.testing.assert_close(result[0], expected, rtol=0, atol=CLOSE)
+
+
+def test_a_module_with_behaviour_beyond_its_type_is_refused():
+    network = llama()
+    network.model.layers[0].mlp.up_proj = _Doubled(32, 48, bias=False)
+    model = ReferenceModel(network, NoTokenizer())
+    with pytest.raises(ModelError, match=r"up_proj \(_Doubled\) .*weight"):
+        PerExample(model, choose_layers(model, ["all"]))
+    assert PerExample(model, choose_layers(model, ["all", "!*.up_proj"])).calls
 
 
 def test_parameters_without_per_example_gradients_are_refused():
