@@ -89,6 +89,11 @@ def test_modules_that_are_not_classifiers_are_refused(tmp_path, monkeypatch, fie
     assert re.search(pattern, str(caught.value))
 
 
+def test_weights_may_be_nested_under_a_name(tmp_path):
+    torch.save({"state_dict": TinyNet(seed=3).state_dict()}, tmp_path / "nested.pth")
+    assert load(tmp_path, model__path=str(tmp_path / "nested.pth")).fingerprint() != load(tmp_path).fingerprint()
+
+
 def test_modes_and_sizes_become_one_input():
     generator = np.random.default_rng(0)
     image = picture(1, generator, size=20)
@@ -180,6 +185,14 @@ def test_missing_preprocessing_is_refused_in_one_line(tmp_path, file, pattern):
     assert re.search(pattern, str(caught.value))
     assert "model.classifier.images" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_images_of_different_size_are_refused(tmp_path):
+    ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
+    processor = HuggingFaceProcessor.from_settings(ModelSettings(path=str(tmp_path)))
+    model = ImageClassifier(TinyNet(), build_settings(settings(tmp_path)).model.classifier, processor)
+    with pytest.raises(ModelError, match=r"\(3, 12, 12\), \(3, 20, 20\)"):
+        model.pixels([encoded(picture(0, np.random.default_rng(0), size)) for size in (12, 20)])
 
 
 def test_a_timm_model_uses_the_preprocessing_of_timm():

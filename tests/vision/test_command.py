@@ -77,6 +77,16 @@ def test_what_fit_head_leaves_out_is_named_and_counted(world, tmp_path):
     assert re.search(r"\b25 images.*\(25 broken images\)", refused("fit-head", *flags, "--corpus", folder))
 
 
+def test_an_image_classifier_without_its_head_is_told_which_setting_it_lacks(world, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
+    command = ["build", "--corpus", world / "train.parquet", "--targets", world / "trusted.parquet", "--out"]
+    message = refused(*command, tmp_path / "a", "--model", tmp_path)
+    assert re.search("ViTForImageClassification.*causal LM", message)
+    assert "model.classifier" in message
+    message = refused(*command, tmp_path / "a", "--model", world / "weights.safetensors")
+    assert "model.classifier" in message
+
+
 def test_settings_of_texts_are_refused_with_a_classifier(tmp_path):
     data = settings(tmp_path)
     assert build_settings(data).features.tau == 100.0
