@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from grasp.errors import ProtocolError, ProtocolLeakError
+from grasp.paper.agreement import standard_errors
 from grasp.paper.candidate_predictor import CandidatePredictor
 from grasp.paper.candidates import (
     CONTROLS,
@@ -30,6 +31,7 @@ from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex
+from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
@@ -124,6 +126,38 @@ def test_every_score_is_rho_and_the_bound_is_the_formula(development):
             expected = stats.spearmanr(parts.predict_tasks(score.candidate)[:, t], utility).statistic
             assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
     assert [s.lcb for s in actual.scores] == sorted((s.lcb for s in actual.scores), reverse=True)
+
+
+def test_the_criterion_may_be_the_mean_over_units(development):
+    family = SMALL.model_copy(update={"criterion": "mean_lds", "components": ((), ("joint.pair",))})
+    actual = select_protocol(family, [development], resamples=50)
+    assert actual.best.candidate == TRUE
+    realized = development.runs.utilities()
+    for score in actual.scores:
+        parts = development.predictor.component_values([score.candidate], ("sciq", "boolq"), per_unit=True)
+        predicted_BE = parts[score.candidate.settings].predict_units(score.candidate)
+        first = 0
+        for target in ("sciq", "boolq"):
+            unit_BE = realized.select(target).values_BSE.mean(axis=1)
+            pairs = zip(predicted_BE[:, first : first + unit_BE.shape[1]].T, unit_BE.T, strict=True)
+            expected = np.mean([stats.spearmanr(x, y).statistic for x, y in pairs])
+            assert score.agreement[f"dev/{target}"] == pytest.approx(expected, abs=1e-6)
+            first += unit_BE.shape[1]
+    single = select_protocol(family.model_copy(update={"criterion": "task_rho"}), [development], resamples=50)
+    assert (
+        selection_provenance(actual, [development], family)["rule"]
+        != selection_provenance(single, [development], family)["rule"]
+    )
+
+
+def test_the_standard_error_is_that_of_resampled_subsets():
+    rng = np.random.default_rng(0)
+    rho = rng.normal(size=(3, 2, 4_000)) * 0.1
+    item = standard_errors([rho])
+    np.testing.assert_allclose(item, rho.mean(axis=1).std(axis=1, ddof=1))
+    # two environments that differ by 2d: the place draws add d^2 / 2 to the variance of the mean
+    two = standard_errors([rho + 0.3, rho - 0.3])
+    np.testing.assert_allclose(two**2, item**2 / 2 + 0.3**2 / 2, rtol=0.1)
 
 
 def test_ties_go_to_fewer_components_then_to_the_first_listed(tmp_path, source):
@@ -223,6 +257,15 @@ def test_the_frozen_protocol_predicts_what_was_selected(development, source, tmp
         read["best"][0]["protocol"] == TRUE.name == "retained | mean | output_layer | -0.5 joint.pair | mean_relevance"
     )
     assert (read["candidates"], read["environments"][0]["name"]) == (15, "dev")
+
+
+def test_units_and_tasks_of_a_candidate_are_evaluated_like_any_prediction(development):
+    predictions = development.predictor.predict_candidates({"full": TRUE}, ("sciq", "boolq"))
+    report = evaluate_predictions(development.runs, predictions, resamples=20)
+    rows = report.methods[0].targets
+    assert [row.target for row in rows] == ["sciq", "boolq"]
+    assert all(row["task_rho"].value > 0.98 for row in rows)
+    assert all(row["mean_lds"].value is not None for row in rows)
 
 
 @pytest.mark.parametrize("side", ["retained", "omitted"])
