@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from grasp.errors import ModelError
 from grasp.kernels.embedding import embedding_relevance, one_hot_tokens
 from grasp.kernels.kernel import CorpusMoments
 from grasp.kernels.output_layer import prepare_targets
@@ -130,6 +131,13 @@ def test_the_common_component_of_all_tokens_is_in_no_gradient_for_any_top_k():
     moved.linear.weight = torch.nn.Parameter(head.linear.weight + 10 * torch.randn(H), requires_grad=False)
     actual, expected = hidden_gradient(moved, residual), hidden_gradient(head, residual)
     torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(V + COORDINATES, moved.linear.weight))
+
+
+def test_a_quantised_head_is_refused():
+    head = make_head()
+    head.linear.weight = torch.nn.Parameter(head.linear.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ModelError, match=r"Linear: .*torch\.int8.*float"):
+        hidden_gradient(head, world(0)[1][0])
 
 
 class Identity(torch.nn.Module):

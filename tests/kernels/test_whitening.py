@@ -51,6 +51,10 @@ def test_whitening_whitens_up_to_the_ridge():
     np.testing.assert_allclose(np.linalg.inv(ridged @ ridged), covariance + ridge * np.eye(4), rtol=1e-9)
 
 
+def test_a_constant_hidden_state_is_not_scaled():
+    assert np.array_equal(whitening_map(np.zeros((3, 3)), 0.01), np.eye(3))
+
+
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_preconditioner_is_relative_to_the_coordinates_that_occur(alpha):
     gamma = np.array([0.0, 2.0, 4.0])
