@@ -7,7 +7,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
@@ -24,7 +23,7 @@ from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
 from tests.mentions import assert_mentions
 from tests.models.toy import RECIPE as SCRATCH
-from tests.models.toy import InMemoryRows, corpus, units
+from tests.models.toy import corpus, units
 from tests.training.unrolled import (
     RECIPE,
     a_batch,
@@ -130,19 +129,6 @@ def test_retraining_with_a_changed_row_weight_changes_the_utility_by_the_derivat
             moved.append(utilities(whole.training, targets))
         measured_T = (moved[0] - moved[1]) / (2 * change)
         np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
-
-
-def test_a_head_that_runs_on_few_positions_has_the_gradient_of_autograd(monkeypatch):
-    training = AdamWTraining(tiny_model(tied=True), RECIPE)
-    ids_BL, weight_BL = a_batch()
-    logits_PV, labels = training.label_logits(ids_BL, weight_BL)
-    expected_B = labels.row_losses(logits_PV)
-    expected = torch.autograd.grad(expected_B.sum(), training.parameters)
-    monkeypatch.setattr("grasp.training.adamw.CHUNK_POSITIONS", 3)
-    loss_B = training.backward(ids_BL, weight_BL)
-    np.testing.assert_allclose(loss_B, expected_B.detach(), rtol=1e-12)
-    for gradient, wanted in zip(training.gradients(), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
 
 
 # ------------------------------------------------------------------------------------------------------- curvature
@@ -263,67 +249,12 @@ def test_results_of_a_target_do_not_depend_on_other_targets_of_the_replay():
         np.testing.assert_allclose(single.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
 
 
-def test_a_short_batch_ends_an_epoch():
-    order = [index_B[: 2 + step % 2] for step, index_B in enumerate(some_order())]
-    model, rows = tiny_model(), some_rows()
-    whole = Trajectory(AdamWTraining(copy.deepcopy(model), RECIPE), rows, order)
-    whole.train()
-    result = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
-    short = np.isnan(result.drawn_KBT[..., 0])
-    assert short.tolist() == (result.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
-    whole.retrain(np.where(np.arange(8) == order[1][2], 1 + 1e-6, 1.0))
-    moved_T = utilities(whole.training, some_targets()) - result.utility_T
-    np.testing.assert_allclose(result.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
-
-
 def test_micro_batches_equal_one_batch():
     model = tiny_model()
     settings = MetagradientSettings(relative_step=1e-5)
     whole = replayed(model, settings)
     pieces = replayed(model, settings, RECIPE.model_copy(update={"micro_rows": 1}))
     np.testing.assert_allclose(pieces.drawn_KBT, whole.drawn_KBT, atol=1e-9 * np.abs(whole.drawn_KBT).max())
-
-
-def test_a_probe_of_a_drawn_row_equals_its_derivative_at_that_step():
-    result = replayed(tiny_model(), MetagradientSettings(probe_steps=(2,), relative_step=1e-5))
-    np.testing.assert_allclose(
-        result.probe_MNT[0, result.order_KB[2]], result.drawn_KBT[2], atol=1e-7 * np.abs(result.drawn_KBT).max()
-    )
-
-
-def test_a_probe_of_a_batch_without_labels_is_finite():
-    """As in `token_batches`: at least one label counts."""
-    tokens = some_rows(4)
-    rows = InMemoryRows.from_rows(
-        [tokens.rows(np.array([i])).flat_ids for i in range(4)],
-        [np.full(len(tokens.rows(np.array([i])).flat_ids), i > 0) for i in range(4)],
-    )
-    order = [np.array([1]), np.array([0]), np.array([2])]
-    training = Trajectory(AdamWTraining(tiny_model(), RECIPE.model_copy(update={"steps": 3})), rows, order)
-    training.train()
-    replay = metagradient(training, some_targets(), CENTRAL.model_copy(update={"probe_steps": (1,)}))
-    assert np.isfinite(replay.probed()).all()
-    assert replay.probe_MNT[0, 1:].all()
-
-
-def test_early_steps_can_be_skipped():
-    whole = replayed(tiny_model())
-    late = replayed(tiny_model(), CENTRAL.model_copy(update={"first_step": 3}))
-    np.testing.assert_array_equal(late.drawn_KBT[3:], whole.drawn_KBT[3:])
-    assert np.isnan(late.drawn_KBT[:3]).all()
-    np.testing.assert_array_equal(late.drawn(8), whole.drawn(8, first=3))
-    np.testing.assert_allclose(whole.drawn(8, last=3) + whole.drawn(8, first=3), whole.drawn(8), atol=1e-12)
-
-
-def test_probes_have_equal_weight_independently_of_their_scale():
-    value_MNT = np.random.default_rng(0).standard_normal((3, 9, 2))
-    empty = np.zeros((0, 0, 2))
-    rest = [np.zeros(0, np.int64), empty, np.array([4, 7, 9])]
-    tail = [np.zeros(2), np.zeros((0, 2))]
-    plain = Metagradient(*rest, value_MNT, *tail)
-    scaled = Metagradient(*rest, value_MNT * [[[1.0]], [[50.0]], [[1e-3]]] + 5.0, *tail)
-    np.testing.assert_allclose(scaled.probed(), plain.probed(), atol=1e-9)
-    assert spearmanr(plain.probed([7])[:, 0], value_MNT[1, :, 0]).statistic == pytest.approx(1.0)
 
 
 # ---------------------------------------------------------------------------------------------------- kept and resumed

@@ -70,12 +70,6 @@ def test_a_row_is_repeated_by_its_weight_in_the_order_of_the_corpus():
     assert order(often, first=7, steps=12) == visits[28:48]
 
 
-def test_equal_weights_are_a_plain_subset():
-    retained = np.arange(20) % 3 > 0
-    assert order(relative_weights(20, 4, 7.0 * retained)) == order(retained)
-    np.testing.assert_array_equal(relative_weights(20, 4, 7.0 * retained), retained)
-
-
 def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
     weight_N = np.arange(20.0)
     for factor_N in (None, weight_N):
@@ -84,26 +78,6 @@ def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
         expected = factor_B1 * [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
         np.testing.assert_allclose(batch.weight_BL * batch.n_labels, expected, rtol=1e-12)
         assert batch.n_labels == 1 + 3 + 4
-
-
-def test_only_tokens_that_carry_loss_have_weight_in_a_batch():
-    masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
-    rows = InMemoryRows.from_rows([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
-    (batch,) = token_batches(rows, [np.array([2, 3])], context=8, vocab_size=30)
-    np.testing.assert_allclose(batch.weight_BL * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
-    assert rows.fingerprint != ROWS.fingerprint
-
-
-@pytest.mark.parametrize(
-    ("retained", "message"),
-    [
-        (np.arange(20) < 3, r"retained: 3 of 20 rows.*\b4\b"),
-        (np.zeros(20), "retained: 0 of 20 rows"),
-    ],
-)
-def test_fewer_rows_than_in_a_batch_are_refused(retained, message):
-    with pytest.raises(ModelError, match=message):
-        relative_weights(20, 4, retained)
 
 
 @pytest.mark.parametrize(
