@@ -499,11 +499,6 @@ class ReplaySettings(Settings):
         description="Last steps of a training that are differentiated; the model before them is held fixed. Default: "
         "all steps; for a new model the last two thirds.",
     )
-    curvature: Literal["one-sided", "difference", "gauss-newton"] = Field(
-        "one-sided",
-        description="Curvature of a batch's loss: one-sided differences of gradients; central differences, at twice "
-        "the price; or Gauss-Newton, which is also tried if those are not smooth.",
-    )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
     check: int = Field(

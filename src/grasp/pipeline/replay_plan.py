@@ -130,7 +130,6 @@ def plan_replay(
         first_step = max(0, optimizer.steps - settings.window)
     probe_steps = middle_steps(optimizer.steps - first_step, settings.probes)
     differentiation = MetagradientSettings(
-        curvature=settings.curvature,
         probe_steps=tuple(first_step + step for step in probe_steps),
         batch_tokens=reference.batch_tokens,
         first_step=first_step,

@@ -6,8 +6,7 @@ A row has two scores for a target:
     probed    the mean over probe steps of its derivative there, with each step standardized over rows
 
 An *order* is one training run with its own order of the rows. Steps from which on a replay is smooth (`replay_checks`)
-are used. If no more than the last third of a replay is smooth, it is repeated with Gauss-Newton, and discarded if it is
-still not smooth. Start with `replay_rows`.
+are used. If no more than the last third of a replay is smooth, it is discarded. Start with `replay_rows`.
 
 In a training from scratch, derivatives at single probe steps are noise, and a row is drawn about once. What the
 derivatives of drawn rows have in common is then predicted for all rows from their text: see `scores_from_text`.
@@ -44,7 +43,7 @@ BLOCK_ROWS = 4096
 CHECK_GROUPS = 64  # groups of consecutive rows, which often have a common source
 CHECK_SHIFT = 0.2  # of the weight of a group, up or down
 MIN_CHECK = 0.5  # correlation of measured and predicted changes below which the derivatives are not to be trusted
-LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
+LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is discarded
 
 
 def standardize_scores(score_NT: F64) -> F64:
@@ -179,24 +178,19 @@ def replay_rows(
     smooth_replays: list[tuple[Metagradient, int]] = []
     all_smoothness, notes, n_rows = [], [], 0
     for k in range(orders):
-        for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
-            replay_settings = settings.model_copy(update={"curvature": curvature})
-            path = None if directory is None else directory / f"order-{k}-{curvature}.safetensors"
-            order_text = f"{k + 1} of {orders}"
-            if path is None or not path.exists():
-                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Progress(), path)
-            else:
-                replay = Metagradient.load(path)
-            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
-            all_smoothness.append(smooth)
-            notes.append(f"order {order_text}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
-            if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
-                if retrainings and not smooth_replays:
-                    notes.append(
-                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path)
-                    )
-                smooth_replays.append((replay, smooth.first_step))
-                break
+        path = None if directory is None else directory / f"order-{k}.safetensors"
+        order_text = f"{k + 1} of {orders}"
+        if path is None or not path.exists():
+            replay = _replay_order(start(k), targets, settings, order_text, progress or Progress(), path)
+        else:
+            replay = Metagradient.load(path)
+        n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
+        all_smoothness.append(smooth)
+        notes.append(f"order {order_text}: {smooth}")
+        if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
+            if retrainings and not smooth_replays:
+                notes.append(_check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path))
+            smooth_replays.append((replay, smooth.first_step))
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
         return ReplayedRows(None, None, tuple(all_smoothness), (), tuple(notes))
