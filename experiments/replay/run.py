@@ -45,7 +45,7 @@ from grasp.training.metagradient import (
     MetagradientSettings,
     metagradient,
     middle_steps,
-    replay_cost,
+    replay_trainings,
 )
 from grasp.training.replay_checks import check_by_groups, smoothness
 from grasp.training.replayed_rows import drawn_scores, probed_scores, standardize_scores
@@ -73,15 +73,15 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
-    forecast = replay_cost(trajectory.order, world.rows.n_rows, len(world.targets), settings)
-    print(f"{world.name}, order {seed}: {trajectory.size}; {forecast}", flush=True)
+    forecast = replay_trainings(trajectory.order, world.rows.n_rows, len(world.targets), settings)
+    print(f"{world.name}, order {seed}: {trajectory.size}; {forecast:.1f} trainings", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
     replayed = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
     replayed.save(arrays)
     shutil.rmtree(place / "states")
     cost: dict[str, Any] = {
-        "trainings_forecast": round(forecast.total, 2),
+        "trainings_forecast": round(forecast, 2),
         "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
     }
     if not resumed:  # else what was spent before is not known

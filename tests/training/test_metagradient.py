@@ -14,7 +14,7 @@ from grasp.models.gradients import Example
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, through_update
 from grasp.training.hessian_products import ONE_SIDED_FRACTION, hessian_product
-from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, replay_cost, utilities
+from grasp.training.metagradient import Metagradient, MetagradientSettings, metagradient, replay_trainings, utilities
 from grasp.training.replay_checks import agreement, check_by_groups, smoothness
 from grasp.training.replayed_rows import replay_rows, standardize_scores
 from grasp.training.row_derivatives import cheaper_method, row_derivatives
@@ -446,9 +446,8 @@ def test_a_forward_pass_that_is_not_deterministic_is_refused():
 def test_the_cost_of_a_replay_is_forecast():
     training = trajectory(tiny_model())
     settings = MetagradientSettings(probe_steps=(1, 2, 3))
-    forecast = replay_cost(training.order, training.rows.n_rows, 2, settings)
-    assert forecast.total == pytest.approx(1 + 1 + 2 + 3 * 8 / 15)
-    assert str(forecast).startswith("5.6 trainings: 1.0 forward")
+    forecast = replay_trainings(training.order, training.rows.n_rows, 2, settings)
+    assert forecast == pytest.approx(1 + 1 + 2 + 3 * 8 / 15)
     assert cheaper_method(1) == ("difference", pytest.approx(2 / 3))
     assert cheaper_method(2)[0] == "gradient"
 

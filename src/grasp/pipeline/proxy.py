@@ -1,7 +1,7 @@
 """Train a small model from scratch on a corpus, for a build without a checkpoint.
 
 Relevance is computed with this proxy instead of a model of the user. `train_proxy` stores it in the directory of the
-artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
+artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` times it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,6 @@ from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress
 from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
-from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
 from grasp.training.train import RECORD, start_training, train
@@ -85,8 +84,8 @@ def train_proxy(
     return out / MODEL
 
 
-def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
-    """Save an untrained proxy for the whole corpus, `ratio` times its part, and forecast its training from one step."""
+def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, float]:
+    """Save an untrained proxy for the whole corpus, `ratio` times its part; return it and the seconds of training."""
     encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Progress())
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
@@ -95,10 +94,7 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     hf_logging.disable_progress_bar()  # the command line has its own progress display
     training.model.save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
-    return out / MODEL, (
-        f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "
-        f"{duration_text(step_seconds * recipe.steps)}"
-    )
+    return out / MODEL, step_seconds * recipe.steps
 
 
 def _prepare_rows(

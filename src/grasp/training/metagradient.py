@@ -112,36 +112,14 @@ class Metagradient:
         return cls(**load_file(path))
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCost:
-    """Cost of a replay in units of the training run; a forward pass is a third of a gradient."""
-
-    forward: float  # the training run itself
-    rerun: float  # recomputing the steps of each segment
-    backward: float
-    probes: float
-
-    @property
-    def total(self) -> float:
-        """Return the sum, including the training run itself."""
-        return self.forward + self.rerun + self.backward + self.probes
-
-    def __str__(self) -> str:
-        probes = f", {self.probes:.1f} to differentiate all rows" if self.probes else ""
-        return (
-            f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.rerun:.1f} again, {self.backward:.1f} "
-            f"backward{probes}"
-        )
-
-
 def middle_steps(steps: int, count: int) -> tuple[int, ...]:
     """Return the middle steps of `count` equal parts of a training, or all steps if there are fewer."""
     count = min(count, steps)
     return tuple(int((k + 0.5) * steps / count) for k in range(count))
 
 
-def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> ReplayCost:
-    """Forecast what a replay of a training costs.
+def replay_trainings(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> float:
+    """Return the cost of a replay in trainings: the training, its steps again, a gradient per target, and probes.
 
     Args:
         order: positions of the rows of each step.
@@ -149,10 +127,9 @@ def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: Met
         n_targets: number of targets.
         settings: settings of the replay.
     """
-    replayed = (len(order) - settings.first_step) / len(order)
     _, gradients_per_row = cheaper_method(n_targets)
     probes = gradients_per_row * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
-    return ReplayCost(1.0, replayed, replayed * n_targets, probes)
+    return 1.0 + (1 + n_targets) * (len(order) - settings.first_step) / len(order) + probes
 
 
 @dataclass(frozen=True, slots=True)
