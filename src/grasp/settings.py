@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -386,20 +385,16 @@ class FeatureSettings(Settings):
             return {**load(PROTOCOLS, data["rule"]).feature_defaults, **data}
         return data
 
-    @field_validator("rule")
-    @classmethod
-    def _validate_rule(cls, rule: str) -> str:
-        known = [*OWN_RULES, *entries(PROTOCOLS)]
-        if rule not in known:
-            raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
-        return rule
-
-    @field_validator("alpha")
-    @classmethod
-    def _validate_alpha(cls, value: float) -> float:
-        if value not in (0.5, 1.0):
-            raise ValueError(f"expected 1 or 0.5, got {value}")
-        return value
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        rules = [*OWN_RULES, *entries(PROTOCOLS)]
+        refuse(
+            {
+                f"rule: expected one of {', '.join(rules)}, got {self.rule!r}": self.rule not in rules,
+                f"alpha: expected 1 or 0.5, got {self.alpha}": self.alpha not in (0.5, 1.0),
+            }
+        )
+        return self
 
     def completed(self, **values: Any) -> Self:
         """Return settings with these values of fields, where they are unset."""

@@ -265,7 +265,7 @@ def prepared_kernel(gradients: SampledGradients, examples, unit_examples) -> Gra
     model = gradients.engine.model
     kernel = Gradient(model, asked_for(None), CorpusMoments(model.vocab_size))
     for example in examples:
-        kernel.observe(batch_of(gradients, [example]))
+        kernel.corpus.observe(batch_of(gradients, [example]))
     curvature = kernel.moments(Curvature)
     curvature.measure(
         gradients, examples, learning_rate_sum=LEARNING_RATE_SUM, batch_rows=BATCH_ROWS, seed=SEED, advance=ignore

@@ -2,7 +2,7 @@
 
 A build creates kernels by name and calls each of them in this order:
 
-    for batch in a sample of the rows:  kernel.observe(batch)
+    for batch in a sample of the rows:  corpus.observe(batch), which has the moments of all kernels
     kernel.prepare(units)
     for batch in the rows:              kernel.score(batch)
 
@@ -216,8 +216,10 @@ class CorpusMoments:
         self.n_positions = 0
         self._loss = math.nan
 
-    def observe_loss(self, batch: Batch) -> None:
-        """Add the losses of a batch of the sample."""
+    def observe(self, batch: Batch) -> None:
+        """Add a batch of the sample to all moments."""
+        for moments in self.by_type.values():
+            moments.observe(batch)
         self._losses.append(float(batch.residual.loss_P.double().sum()))
         self.n_positions += len(batch.row_P)
 
@@ -255,6 +257,8 @@ class Kernel(ABC):
 
     Attributes:
         name: name in settings, and of its entry point.
+        prefix: begin of the name of the array, which `name` follows.
+        array: name of the array.
         needs: passes of the model that it needs.
         moment_types: classes of moments that it reads.
         unit: unit of the array, for the manifest.
@@ -263,6 +267,7 @@ class Kernel(ABC):
     """
 
     name: ClassVar[str]
+    prefix: ClassVar[str] = "relevance_"
     needs: ClassVar[Needs] = "forward"
     moment_types: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
@@ -270,32 +275,21 @@ class Kernel(ABC):
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus
-        # shared moments are observed by the first kernel that needs them
-        self._observed = [
-            moment_type(corpus) for moment_type in self.moment_types_of(settings) if moment_type not in corpus.by_type
-        ]
-        corpus.by_type |= {type(moments): moments for moments in self._observed}
+        self.array = self.prefix + self.name
+        for moment_type in self.moment_types_of(settings):  # kernels share them
+            if moment_type not in corpus.by_type:
+                corpus.by_type[moment_type] = moment_type(corpus)
 
     @classmethod
     def moment_types_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
         """Return the classes of moments that it reads; override if they depend on settings."""
         return cls.moment_types
 
-    @property
-    def array(self) -> str:
-        """Return the name of the array."""
-        return f"relevance_{self.name}"
-
     def moments(self, moment_type: type[M]) -> M:
         """Return the moments of a class in `moment_types`."""
         moments = self.corpus.by_type[moment_type]
         assert isinstance(moments, moment_type)
         return moments
-
-    def observe(self, batch: Batch) -> None:
-        """Update the moments with a batch of the sample."""
-        for moments in self._observed:
-            moments.observe(batch)
 
     @abstractmethod
     def prepare(self, units: Batch) -> None:

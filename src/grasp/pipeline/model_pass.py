@@ -461,11 +461,9 @@ def compute_moments(
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
     """
     corpus = CorpusMoments(model_pass.model.vocab_size, states_every)
-    kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
+    make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)  # add their moments
     for index, batch in model_pass.batches(rows):
-        corpus.observe_loss(batch)
-        for kernel in kernels:
-            kernel.observe(batch)
+        corpus.observe(batch)
         if on_batch is not None:
             on_batch(batch_arrays(0, index, batch))
         advance(len(index), rows.tokens_of(index))
