@@ -286,15 +286,6 @@ class ModelSettings(Settings):
         """Return the name of the reader; None: the model is a causal LM, which reads texts."""
         return next(iter(self.model_extra or {}), None)
 
-    @property
-    def reader_settings(self) -> ReaderSettings:
-        """Return the settings of the reader, which must be given."""
-        assert self.reader is not None
-        assert self.model_extra is not None
-        settings = self.model_extra[self.reader]
-        assert isinstance(settings, ReaderSettings)
-        return settings
-
 
 POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")
 
@@ -592,11 +583,6 @@ class RetrainSettings(Settings):
             }
         )
         return self
-
-    @property
-    def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:
-        """Return the losses that are recorded, without duplicates."""
-        return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 
 def path_settings(settings_class: type[S], value: S | Mapping[str, Any] | Path | str, location: str) -> S:

@@ -514,8 +514,9 @@ def test_small_changes_of_group_weights_change_utilities_as_predicted():
     assert_mentions(str(check), "3 retrainings", " 1.00 of the predicted")
 
 
-def replay(start, orders=2, **settings):
-    return replay_rows(start, some_targets(), MetagradientSettings(probe_steps=(1, 3), **settings), orders)
+def replay(start, place, orders=2):
+    place.mkdir()
+    return replay_rows(start, some_targets(), MetagradientSettings(probe_steps=(1, 3)), orders, place)
 
 
 def in_order(recipe=RECIPE):
@@ -528,10 +529,10 @@ def in_order(recipe=RECIPE):
     return start
 
 
-def test_orders_are_averaged_and_probes_score_rows_if_there_are_any(monkeypatch):
+def test_orders_are_averaged_and_probes_score_rows_if_there_are_any(monkeypatch, tmp_path):
     monkeypatch.setattr("grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e9, **how))
-    scores = replay(in_order())
-    first, second = (replay(lambda w, k=k: in_order()(k), orders=1) for k in range(2))
+    scores = replay(in_order(), tmp_path / "both")
+    first, second = (replay(lambda w, k=k: in_order()(k), tmp_path / f"{k}", orders=1) for k in range(2))
     np.testing.assert_allclose(scores.all_NT, (first.all_NT + second.all_NT) / 2)
     assert np.isnan(scores.drawn_NT[7]).all()
     np.testing.assert_allclose(scores.relevance(), standardize_scores(scores.all_NT))
@@ -542,11 +543,11 @@ def test_orders_are_averaged_and_probes_score_rows_if_there_are_any(monkeypatch)
     assert scores.agreements[0].shape == (2,)
 
 
-def test_a_training_that_is_not_smooth_has_no_scores(monkeypatch):
+def test_a_training_that_is_not_smooth_has_no_scores(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "grasp.training.replayed_rows.smoothness", lambda replay, **how: smoothness(replay, 1e-9, **how)
     )
-    scores = replay(in_order(), orders=1)
+    scores = replay(in_order(), tmp_path / "one", orders=1)
     assert scores.relevance() is None
     assert_mentions(scores.notes[-1], "no replay is smooth", "lower learning rate")
     assert len(scores.notes) == 2  # the order, and advice

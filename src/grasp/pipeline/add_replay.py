@@ -182,10 +182,10 @@ def _run_replay(
         [Target(name, [unit_tokens[int(e)] for e in artifact.unit_columns(name)]) for name in targets],
         plan.differentiation,
         plan.n_orders,
+        directory,
         rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
         predict_all_rows=predict_all_rows if plan.from_scratch else None,
         retrainings=plan.settings.check,
-        directory=directory,
         progress=progress,
     )
 
