@@ -320,8 +320,8 @@ class FeatureSettings(Settings):
     )
     summary_positions: Positions | None = Field(
         None,
-        description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
-        "moments are then those of summaries. null: `positions`. Paper: tail:32.",
+        description="The same as `positions`, if units are read there too, and the moments of sketches are those of "
+        "averages over each row, as in the paper. null: units are read everywhere. Paper: tail:32.",
     )
     gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
@@ -383,6 +383,9 @@ class FeatureSettings(Settings):
             {
                 f"rule: expected one of {', '.join(rules)}, got {self.rule!r}": self.rule not in rules,
                 f"alpha: expected 1 or 0.5, got {self.alpha}": self.alpha not in (0.5, 1.0),
+                f"summary_positions: expected {self.positions} as `positions`, got {self.summary_positions}": (
+                    self.summary_positions not in (None, self.positions)
+                ),
             }
         )
         return self
@@ -399,15 +402,9 @@ class FeatureSettings(Settings):
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
-    def row_positions(self) -> tuple[str, ...]:
-        """Return the positions of a row that are read: those of kernels, then those of summaries if different."""
-        summary = self.summary_positions
-        return (self.positions,) if summary in (None, self.positions) else (self.positions, summary)
-
-    @property
-    def unit_positions(self) -> tuple[str, ...]:
-        """Return the positions of a unit that are read: kernels read all, summaries may read fewer."""
-        return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
+    def unit_positions(self) -> str:
+        """Return the positions of a unit that are read."""
+        return self.summary_positions or "all"
 
 
 NO_TARGET = "targets: name at least one, e.g. `sciq`"

@@ -227,19 +227,14 @@ class _PreparedUnits:
         positions = replace(
             batch.at_positions(index_P, index_P, n_positions), unit_gradients=gradients, loss_B=batch.residual.loss_P
         )
-        is_averaged_P = np.ones(n_positions)
-        if batch.summary_batch is not None:
-            spec = self.settings.summary_positions or "all"
-            mask_1L = torch.ones(1, n_positions + 1, dtype=torch.bool)
-            is_averaged_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n_positions, axis=0)
-        residual_PV = csr_array(positions.summary.residual_NV.multiply((is_averaged_P / is_averaged_P.sum())[:, None]))
+        residual_PV = csr_array(positions.summary.residual_NV / n_positions)
         # `summary` is a cached property of the frozen batch, which averages its positions: replace its value.
         vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
         return positions
 
     def _token_contributions(
-        self, batch: Batch, token_P: I64, summary_token_P: I64, examples: Sequence[Example]
+        self, batch: Batch, token_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C)."""
         for kernel in self.kernels:
@@ -256,8 +251,8 @@ class _PreparedUnits:
                 yield kernel.name, np.arange(1, len(contribution_LC)), contribution_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if not kernel.is_linear:
-                shares_PC = kernel.score(self._single_positions(batch.summary_batch or batch))
-                yield kernel.name, summary_token_P, shares_PC.double().cpu().numpy()
+                shares_PC = kernel.score(self._single_positions(batch))
+                yield kernel.name, token_P, shares_PC.double().cpu().numpy()
         n_positions = len(token_P)
         for start in range(0, n_positions, BATCH_ROWS):
             index_P = torch.arange(start, min(start + BATCH_ROWS, n_positions), device=batch.row_P.device)
@@ -335,17 +330,15 @@ class _PreparedUnits:
         """Run the model on a row, given as a shard of one row, and sum the contributions of its tokens."""
         ((_, batch),) = self.model_pass.batches(shard)
         _, loss_mask_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        token_P, summary_token_P = (
-            position_mask(spec, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
-            for spec in (self.settings.positions, self.settings.row_positions[-1])
-        )
+        # position t predicts token t + 1
+        token_P = position_mask(self.settings.positions, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1
         examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
 
         by_kernel_L = {name: np.zeros(shard.n_tokens) for name in terms.weights if name != REPLAY}
         by_column_C = np.zeros(self.n_columns)
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         kernels_by_mean: set[str] = set()  # kernels that return one column, the mean over all units
-        for name, tokens, relevance_PC in self._token_contributions(batch, token_P, summary_token_P, examples):
+        for name, tokens, relevance_PC in self._token_contributions(batch, token_P, examples):
             if name not in by_kernel_L:
                 continue
             if relevance_PC.shape[1] < self.n_columns:

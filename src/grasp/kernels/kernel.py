@@ -60,7 +60,6 @@ class Batch:
         input_P: token at each position; its label is the next token.
         loss_B: mean loss of each row, nats per token.
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
-        summary_batch: the positions over which summaries are averaged; None: all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; of units those that are preconditioned
             already; None without a backward pass.
         weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
@@ -76,7 +75,6 @@ class Batch:
     loss_B: Tensor
     head: OutputHead | None
     vocab_size: int
-    summary_batch: "Batch | None" = None
     gradient_BK: Tensor | None = None
     sampled: "SampledGradients | None" = None
     unit_gradients: "UnitGradients | None" = None
@@ -95,12 +93,11 @@ class Batch:
 
     @cached_property
     def summary(self) -> PooledFeatures:
-        """Return hidden states and residuals of each row, averaged over the positions of `summary_batch`."""
-        batch = self.summary_batch or self
-        return pool(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows, self.vocab_size)
+        """Return hidden states and residuals of each row, averaged over its positions."""
+        return pool(self.hidden_PH, self.residual, self.row_P, self.n_rows, self.vocab_size)
 
     def at_positions(self, index_P: Tensor, row_P: Tensor, n_rows: int) -> Self:
-        """Return the positions `index_P` with new row numbers, without summaries and gradients.
+        """Return the positions `index_P` with new row numbers, without gradients.
 
         Args:
             index_P: indices of positions.
@@ -114,7 +111,6 @@ class Batch:
             row_P=row_P,
             input_P=self.input_P[index_P],
             n_rows=n_rows,
-            summary_batch=None,
             gradient_BK=None,
             weight_P=None if self.weight_P is None else self.weight_P[index_P],
         )
@@ -148,7 +144,6 @@ class Batch:
             row_P=row_P,
             n_rows=n_sums,
             loss_B=loss_S,
-            summary_batch=None if self.summary_batch is None else self.summary_batch.combined(sum_B, weight_B, loss_S),
             gradient_BK=None,
             weight_P=weight_P,
         )
@@ -166,7 +161,6 @@ class Batch:
             row_P=self.row_P.to(device),
             input_P=self.input_P.to(device),
             loss_B=self.loss_B.to(device),
-            summary_batch=None if self.summary_batch is None else self.summary_batch.to(device),
             weight_P=None if self.weight_P is None else self.weight_P.to(device),
         )
 
@@ -179,7 +173,6 @@ class Batch:
         return replace(
             self.at_positions(selected_P, new_row_P[selected_P], len(index_B)),
             loss_B=self.loss_B[torch.from_numpy(index_B).to(self.loss_B.device)],
-            summary_batch=None if self.summary_batch is None else self.summary_batch.select_rows(index_B),
         )
 
     def rows(self, start: int, stop: int) -> Self:
@@ -189,7 +182,6 @@ class Batch:
         return replace(
             self.at_positions(selected_P[order_P], row_P, stop - start),
             loss_B=self.loss_B[start:stop],
-            summary_batch=None if self.summary_batch is None else self.summary_batch.rows(start, stop),
             gradient_BK=None if self.gradient_BK is None else self.gradient_BK[start:stop],
         )
 

@@ -98,11 +98,10 @@ class HiddenSketch(SummarySketch):
         self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        pooled = batch.summary_batch or batch
-        sum_BH = self._mean_H.new_zeros(pooled.n_rows, len(self._mean_H)).index_add_(
-            0, pooled.row_P, pooled.hidden_PH.double()
+        sum_BH = self._mean_H.new_zeros(batch.n_rows, len(self._mean_H)).index_add_(
+            0, batch.row_P, batch.hidden_PH.double()
         )
-        return ((sum_BH / pooled.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
+        return ((sum_BH / batch.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
 
 
 class ResidualSketch(SummarySketch):
@@ -119,10 +118,9 @@ class ResidualSketch(SummarySketch):
         self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        pooled = batch.summary_batch or batch
-        index_PK = pooled.residual.index_PK
-        value_PK = pooled.residual.value_PK.float() * self._weight_V[index_PK]
+        index_PK = batch.residual.index_PK
+        value_PK = batch.residual.value_PK.float() * self._weight_V[index_PK]
         # index_add_ over (row, bucket) sums the coordinates of all positions of a row in one pass
-        bucket_PK = pooled.row_P[:, None] * self.width + self._bucket_V[index_PK]
-        sum_BD = value_PK.new_zeros(pooled.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
-        return sum_BD.view(pooled.n_rows, self.width) / pooled.positions_B[:, None]
+        bucket_PK = batch.row_P[:, None] * self.width + self._bucket_V[index_PK]
+        sum_BD = value_PK.new_zeros(batch.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
+        return sum_BD.view(batch.n_rows, self.width) / batch.positions_B[:, None]
