@@ -12,6 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from grasp.artifact.manifest import TOKENS
 from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
@@ -62,7 +63,10 @@ def train_proxy(
     out, progress, corpus = Path(out), progress or Progress(), path_settings(CorpusSettings, corpus, "corpus")
     corpus = corpus.model_copy(update={"max_length": corpus.max_length or CONTEXT})
     with lock_artifact(out):
-        encoder, rows = _prepare_rows(out, corpus, None if tokenizer is None else str(tokenizer), shard_rows, progress)
+        named = None if tokenizer is None else str(tokenizer)
+        encoder, rows = prepare_rows(
+            out / TOKENIZER, out / TOKENS, corpus, named, shard_rows=shard_rows, progress=progress
+        )
         recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
@@ -86,7 +90,7 @@ def train_proxy(
 
 def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, float]:
     """Save an untrained proxy for the whole corpus, `ratio` times its part; return it and the seconds of training."""
-    encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Progress())
+    encoder, rows = prepare_rows(out / TOKENIZER, out / TOKENS, corpus, tokenizer, shard_rows=FORECAST_SHARD_ROWS)
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
     batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch
@@ -97,11 +101,28 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     return out / MODEL, step_seconds * recipe.steps
 
 
-def _prepare_rows(
-    out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
+def prepare_rows(
+    directory: Path,
+    tokens: Path,
+    corpus: CorpusSettings,
+    tokenizer: str | None = None,
+    *,
+    shard_rows: int = SHARD_ROWS,
+    progress: Progress | None = None,
 ) -> tuple[HfTokenizer, RowStore]:
-    """Load the named tokenizer, or train one on the corpus and store it, and encode the corpus to rows."""
-    directory = out / TOKENIZER
+    """Encode a corpus to rows by a tokenizer, or by one that is trained on the corpus.
+
+    Args:
+        directory: where a trained tokenizer is stored; one that is there is used.
+        tokens: directory of the rows.
+        corpus: settings of the corpus.
+        tokenizer: directory of a tokenizer. Default: train byte-level BPE with the vocabulary of `tiny`.
+        shard_rows: rows per shard.
+        progress: receives the stages.
+    Raises:
+        CorpusError: the corpus has no texts that a tokenizer can be trained on.
+    """
+    progress = progress or Progress()
     if tokenizer is not None:
         hf_tokenizer = tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
     else:
@@ -113,7 +134,7 @@ def _prepare_rows(
         hf_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
     progress.stage("rows", rows=None, tokens=None)
-    return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
+    return encoder, RowStore.write(tokens, corpus, encoder, shard_rows=shard_rows)
 
 
 def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> TrainingRecipe:
