@@ -176,8 +176,12 @@ class _PreparedUnits:
             )
         units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
-            self.n_columns = self.n_positions = len(units.row_P)
-            units = self._single_positions(units, self._unit_gradients(self.n_positions))
+            (tokens,) = self.unit_tokens
+            _, loss_mask_1L = pad_rows([tokens.input_ids], [tokens.first])
+            used_1L = position_mask(self.settings.unit_positions, loss_mask_1L)
+            self.answer_S = used_1L[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
+            self.n_columns = self.n_positions = len(self.answer_S)
+            units = self._single_positions(units, self._unit_gradients(tokens))
         for kernel in used_kernels:
             kernel.prepare(units)
 
@@ -206,16 +210,15 @@ class _PreparedUnits:
                 kernel.prepare(units)
         return True
 
-    def _unit_gradients(self, n_positions: int) -> UnitGradients | None:
+    def _unit_gradients(self, tokens: UnitTokens) -> UnitGradients | None:
         """Return what computes the gradient of the loss at each position of the unit; None if no kernel needs it."""
         sampled = self.model_pass.sampled
         if sampled is None:
             return None
-        (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        index_P = np.arange(n_positions)
-        return partial(unit_gradients, sampled, examples, index_P, np.ones(n_positions), n_positions)
+        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in self.answer_S]
+        index_S = np.arange(len(examples))
+        return partial(unit_gradients, sampled, examples, index_S, np.ones(len(examples)), len(examples))
 
     def _single_positions(self, batch: Batch, gradients: UnitGradients | None = None) -> Batch:
         """Return the positions of a row, or unit, as separate rows.
@@ -285,7 +288,10 @@ class _PreparedUnits:
             unit = self.units["unit_id"][0].as_py()
             subject = f"{unit} of {target}"
             (tokens,) = self.unit_tokens
-            received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
+            received_L = np.full(len(tokens.input_ids), np.nan)
+            received_L[self.answer_S] = sums.by_column_C
+            pair_LL = np.zeros((len(sums.pair_LC), len(received_L)), dtype=np.float32)
+            pair_LL[:, self.answer_S] = sums.pair_LC
             answer = pa.table(
                 {
                     "position": np.arange(len(received_L)),
@@ -293,7 +299,7 @@ class _PreparedUnits:
                     "received": pa.array(received_L, from_pandas=True),
                 }
             )
-            pairs = _strongest_pairs(sums.pair_LC, table, answer, tokens.first)
+            pairs = _strongest_pairs(pair_LL[:, tokens.first :], table, answer, tokens.first)
             notes.append(UNIT_SCALE_NOTE)
         else:
             questions = self.units.select(["unit_id", "prompt", "completion"])
