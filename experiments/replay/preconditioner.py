@@ -34,7 +34,7 @@ from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns
 from grasp.training.adamw import AdamWTraining
-from grasp.training.hessian_products import RELATIVE_STEP, central_steps
+from grasp.training.hessian_products import RELATIVE_STEP, displaced_weights
 from grasp.training.metagradient import BATCH_TOKENS, examples_of, utility_gradient
 from grasp.training.replayed_rows import standardize_scores
 from grasp.training.row_derivatives import row_derivatives
@@ -54,9 +54,9 @@ def batch_product(training: AdamWTraining, batch: TokenBatch, direction: list[Te
     J u is a central difference of the logits.
     """
     slope_PV: Tensor | float = 0.0  # J u
-    for step in central_steps(training, direction, RELATIVE_STEP):
+    for step in displaced_weights(training, direction, (RELATIVE_STEP, -RELATIVE_STEP)):
         with torch.no_grad():
-            slope_PV = slope_PV + training.label_logits(batch.ids_BL, batch.weight_BL)[0] / step
+            slope_PV = slope_PV + training.label_logits(batch.ids_BL, batch.weight_BL)[0] / (2.0 * step)
     if isinstance(slope_PV, Tensor):  # otherwise u is 0
         with torch.enable_grad():
             logits_PV, labels = training.label_logits(batch.ids_BL, batch.weight_BL)

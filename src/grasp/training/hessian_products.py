@@ -56,18 +56,12 @@ def hessian_product(
     return product, along_B
 
 
-def central_steps(training: AdamWTraining, direction: Sequence[Tensor], relative_step: float) -> Iterator[float]:
-    """Set the parameters to theta + s u and to theta - s u, yielding 2 s and -2 s, then restore them.
-
-    The central difference of f along u is the sum of f / (yielded value). Yields nothing if u is 0.
-    """
-    return (2.0 * step for step in displaced_weights(training, direction, (relative_step, -relative_step)))
-
-
 def displaced_weights(
     training: AdamWTraining, direction: Sequence[Tensor], relative_steps: Sequence[float]
 ) -> Iterator[float]:
     """Set the parameters to theta + s u for some steps, yielding s, then restore them; nothing if u is 0.
+
+    The central difference of f along u is the sum of f / (2 s) over the steps s and -s.
 
     Args:
         relative_steps: steps s |u| in norms of theta.
