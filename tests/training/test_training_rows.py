@@ -87,3 +87,23 @@ def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
 def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
     with pytest.raises(ModelError, match=message):
         next(token_batches(ROWS, [np.arange(20)], context=context, vocab_size=vocab_size))
+
+
+def test_only_tokens_that_carry_loss_have_weight_in_a_batch():
+    masks = [np.arange(2 + n % 4) == 1 + n % 2 for n in range(20)]
+    rows = InMemoryRows.from_rows([[n, n + 1, *range(n % 4)] for n in range(20)], masks)
+    (batch,) = token_batches(rows, [np.array([2, 3])], context=8, vocab_size=30)
+    np.testing.assert_allclose(batch.weight_BL * 2, [[1, 0, 0, 0, 0], [0, 1, 0, 0, 0]])
+    assert rows.fingerprint != ROWS.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("retained", "message"),
+    [
+        (np.arange(20) < 3, r"retained: 3 of 20 rows.*\b4\b"),
+        (np.zeros(20), "retained: 0 of 20 rows"),
+    ],
+)
+def test_fewer_rows_than_in_a_batch_are_refused(retained, message):
+    with pytest.raises(ModelError, match=message):
+        relative_weights(20, 4, retained)

@@ -28,7 +28,7 @@ from grasp.files import differences, discard
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
+from grasp.pipeline.replay_plan import MEGABYTE, Forecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -82,7 +82,8 @@ def replay_targets(
         if not targets:
             return artifact.manifest.replays[-1]
         trainings, price = forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
-        for line in (*plan.notes, f"replay: {price}"):
+        count = f"{plan.n_orders} trainings" if plan.n_orders > 1 else "a training"
+        for line in (*plan.notes, f"replay: {count} of {plan.optimizer}, the price of {trainings:.1f}: {price}"):
             progress.note(line)
         result = _run_replay(artifact, origin, plan, targets, out, progress)
         relevance_NT = result.relevance()  # None if it failed the checks
@@ -180,10 +181,10 @@ def _run_replay(
         [Target(name, [unit_tokens[int(e)] for e in artifact.unit_columns(name)]) for name in targets],
         plan.differentiation,
         plan.n_orders,
+        directory,
         rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
         predict_all_rows=predict_all_rows if plan.from_scratch else None,
         retrainings=plan.settings.check,
-        directory=directory,
         progress=progress,
     )
 
@@ -242,12 +243,12 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
 
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return differences from the recipe, and the price, of a replay that `replay_targets` would add."""
+) -> Forecast:
+    """Forecast a replay that `replay_targets` would add."""
     artifact = ArtifactReader.open(out)
     origin = BuildSource(artifact, overrides)
     plan = _plan_for_artifact(artifact, origin, recipe, settings)
     targets = _targets_without_replay(artifact, plan)
     if not targets:
         raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
-    return *plan.notes, forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))[1]
+    return forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))[1]
