@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from bm25s import BM25
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from grasp.baselines.bm25 import words
+from grasp.baselines.bm25 import top_rows, words
 from grasp.errors import TargetError
 from grasp.methods.registry import score_rows
 from grasp.targets.units import UnitSet
@@ -72,6 +74,14 @@ def test_rows_beyond_the_top_score_zero(world, tmp_path):
         best = np.argsort(-whole[:, e], kind="stable")[:5]
         np.testing.assert_array_equal(np.flatnonzero(cut[:, e]), np.sort(best))
         np.testing.assert_array_equal(cut[best, e], whole[best, e])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.data())
+@settings(max_examples=60)
+def test_the_top_equals_a_truncated_stable_sort(values, data):
+    n_top = data.draw(st.integers(1, len(values)))
+    score = np.array(values, dtype=np.float32)
+    np.testing.assert_array_equal(top_rows(score, n_top), np.sort(np.argsort(-score, kind="stable")[:n_top]))
 
 
 def with_units(inputs, change):

@@ -37,6 +37,18 @@ def test_checkpoints_of_a_run_are_ordered_by_step_and_end_with_the_final_model(w
     assert [checkpoint.step for checkpoint in named] == [8, 16]
 
 
+def test_a_checkpoint_loads_with_the_tokenizer_of_the_reference(world):
+    inputs = world.inputs()
+    first = training_checkpoints(inputs)[0]
+    loaded = first.load(inputs)
+    assert loaded.tokenizer.fingerprint == inputs.tokenizer.fingerprint
+    expected_model = LlamaForCausalLM.from_pretrained(first.path)
+    for name, tensor in expected_model.state_dict().items():
+        torch.testing.assert_close(loaded.model.state_dict()[name], tensor)
+    last = training_checkpoints(inputs)[-1].load(inputs)
+    assert last.fingerprint() == inputs.artifact.manifest.fingerprints["model"]
+
+
 def test_moments_are_those_of_the_optimizer_by_parameter(world):
     """Repeat the same eight steps in this process."""
     inputs, recipe = world.inputs(), recipe_of(world)

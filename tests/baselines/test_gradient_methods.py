@@ -20,6 +20,7 @@ from grasp.baselines.gradients.features import Featurizer
 from grasp.baselines.gradients.layers import choose_layers
 from grasp.baselines.gradients.scorers import examples_at, mean_row_tokens, open_engine, unit_examples
 from grasp.baselines.gradients.whole import UnitGradients
+from grasp.baselines.less import adam_update
 from grasp.errors import ModelError, SettingsError
 from grasp.methods.registry import score_rows
 from grasp.models.gradients import Example, PerExample
@@ -208,6 +209,22 @@ def test_less_without_moments_equals_tracin(world, tmp_path):
     assert np.array_equal(scored(world, tmp_path, "less", adam="never"), scored(world, tmp_path, "tracin"))
 
 
+def test_the_adam_step_equals_that_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    optimizer = torch.optim.Adam([weight], lr=1.0, betas=(0.8, 0.9), eps=0.0)
+    for _ in range(5):
+        weight.grad = torch.randn(3, 4, generator=generator)
+        optimizer.step()
+    state = {key: value.clone() for key, value in optimizer.state[weight].items()}
+    before, gradient = weight.detach().clone(), torch.randn(3, 4, generator=generator)
+    weight.grad = gradient
+    optimizer.step()
+    update = adam_update([state["exp_avg"]], [state["exp_avg_sq"]], (0.8, 0.9))(0, gradient[None])[0]
+    corrected = update / (1 - 0.8**6) * (1 - 0.9**6) ** 0.5
+    torch.testing.assert_close(before - weight.detach(), corrected, rtol=1e-5, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------- datainf
 
 
@@ -290,6 +307,28 @@ def test_kfac_factors_equal_their_definition_as_means_over_positions(labels, ope
     norm = np.stack([autograd(engine.model, row)["model.norm.weight"].numpy() for row in examples])
     labels = np.array([row.labels for row in examples])
     assert_close(by_name["model.norm"].right_YY.numpy(), (norm.T * labels) @ norm / len(examples))
+
+
+def test_a_wide_output_has_the_diagonal_of_its_factor(opened):
+    engine, examples = opened
+    full = second_moments(engine, Fisher(examples, None), full_width=64)
+    diagonal = second_moments(engine, Fisher(examples, None), full_width=4)
+    number = [b.name for b in engine.layers.blocks].index("model.layers.1.self_attn.v_proj")
+    assert_close(diagonal[number].left.numpy(), full[number].left.diagonal().numpy())
+
+
+def test_ekfac_corrects_eigenvalues_by_second_moments_in_the_basis(opened):
+    engine, examples = opened
+    fisher = Fisher(examples, None)
+    bases = [Basis.from_factors(factors_of_block) for factors_of_block in second_moments(engine, fisher, full_width=64)]
+    result = corrected_eigenvalues(engine, fisher, bases)
+    number = [b.name for b in engine.layers.blocks].index("model.layers.1.self_attn.v_proj")
+    basis, expected = bases[number], 0.0
+    for row in examples:
+        gradient = autograd(engine.model, row)["model.layers.1.self_attn.v_proj.weight"].numpy()
+        rotated = basis.left_XX.numpy().T @ gradient @ basis.right_YY.numpy()
+        expected = expected + row.labels * rotated**2 / len(examples)
+    assert_close(result[number].numpy(), expected)
 
 
 def fisher_of(gradient_ND: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from grasp.baselines.gradients.whole import UnitGradients, inner_products, run_w
 from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
-from tests.baselines.gradient_world import NoTokenizer, autograd, flat, reference, rows, units
+from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
 from tests.conftest import VOCAB
 from tests.rounding import rounding
 
@@ -53,6 +53,17 @@ def test_every_parameter_has_the_gradient_of_autograd_for_a_single_row(family, o
         assert float((result - wanted).abs().max()) <= CLOSE * float(wanted.abs().max())
 
 
+def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
+    engine = engine_of("gpt-neox", ["head"])
+    outcome = engine.run(units(), lambda *_: None)
+    for i, unit in enumerate(units()):
+        ids = torch.from_numpy(unit.input_ids.astype(np.int64))[None]
+        logits = engine.model.model(ids).logits[0]
+        p = torch.softmax(logits, 1)[torch.arange(unit.first - 1, len(unit.input_ids) - 1), ids[0, unit.first :]]
+        assert float(outcome.loss_B[i]) == pytest.approx(float(objective(logits, unit)))
+        assert float(outcome.miss_probability_B[i]) == pytest.approx(float(1 - p.mean()))
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_inner_products_and_norms_without_projection_are_exact(family, whole):
     engine = engine_of(family)
@@ -85,6 +96,14 @@ def test_gradients_do_not_depend_on_batches_and_padding():
         single = held(engine_of("gpt-neox"), [row])
         for actual, other in zip(whole, single, strict=True):
             torch.testing.assert_close(actual[i], other[0], rtol=0, atol=1e-12)
+
+
+def test_the_head_in_parts_of_the_batch_gives_the_same_gradients(monkeypatch):
+    expected = held(engine_of("llama-tied"), rows())
+    monkeypatch.setattr("grasp.models.gradients.CPU_CHUNK_ELEMENTS", 2 * 13 * VOCAB)
+    result = held(engine_of("llama-tied"), rows())
+    for actual, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("elements", [1, 500])
@@ -166,6 +185,15 @@ def test_projection_keeps_norms_without_bias_and_with_the_variance_it_states(for
     assert 0.6 * spread < np.var(result) < 1.4 * spread
 
 
+def test_projections_of_blocks_are_independent():
+    engine = engine_of("llama", ["*layers.1.self_attn*"])
+    value = Featurizer.with_projection(engine, 1024, seed=0, tokens=10).features(rows())[0]
+    expected = np.stack([covered(engine, g).numpy() for g in references(engine, rows())])
+    expected = expected @ expected.T
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.abs((value @ value.T - expected) / scale).max() < 4 * np.sqrt(2 / 1024)
+
+
 # ------------------------------------------------------------------------------------------- factors
 
 
@@ -185,6 +213,10 @@ def test_norms_by_pairs_and_by_matrices_agree():
 
 
 # ------------------------------------------------------------------------------------------- layers
+
+
+def names(patterns, family="llama") -> list[str]:
+    return [block.name for block in choose_layers(reference(family), patterns).blocks]
 
 
 @pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])

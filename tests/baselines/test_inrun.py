@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from grasp.baselines.inrun import STATE, _trainable_copy
+from grasp.baselines.inrun import STATE, InRun, _trainable_copy
 from grasp.baselines.replay import Replay
 from grasp.errors import ModelError
 from grasp.methods.registry import score_rows
@@ -73,3 +73,11 @@ def test_a_killed_replay_resumes_from_its_stored_state(world, tmp_path, monkeypa
 def test_a_replay_that_diverges_names_step_and_rows(world, tmp_path):
     with pytest.raises(ModelError, match=r"step [12].* rows? \d+.*learning_rate"):
         scored(world, tmp_path, learning_rate=1e30, batch_rows=4)
+
+
+def test_a_single_block_is_scored_without_earlier_rows(world, tmp_path):
+    inputs = world.inputs()
+    scorer = InRun(configured_method("inrun", prefix_rows=20, **QUICK).method.settings).prepare(inputs, tmp_path, 0)
+    whole = scorer.score(0, N_ROWS)
+    np.testing.assert_array_equal(scorer.score(15, 25), whole[15:25])
+    np.testing.assert_array_equal(scorer.score(30, 40), np.zeros((10, N_UNITS)))

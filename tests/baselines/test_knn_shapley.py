@@ -60,6 +60,11 @@ def test_a_recursion_truncated_at_m_has_an_error_of_at_most_1_over_m(n, n_kept, 
         assert np.abs(off).max() == 0
 
 
+def test_equal_distances_are_resolved_by_order():
+    result = knn_shapley(np.zeros((2, 1)), [1, 0], np.zeros((1, 1)), [1], 1)
+    np.testing.assert_allclose(result[:, 0], exact_shapley(voting_game(np.zeros(2), np.array([1, 0]), 1), 2)[:, 0])
+
+
 @pytest.mark.parametrize("nearest", [10_000, 40])
 def test_values_of_texts_are_sums_over_positions(nearest, world, tmp_path):
     inputs = world.inputs()

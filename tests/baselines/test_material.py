@@ -14,7 +14,17 @@ from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import load_method, score_rows
 from grasp.models import checkpoint
 from tests.baselines.test_contract import SMALL
-from tests.baselines.world import METHODS, configured_method, matrix
+from tests.baselines.world import METHODS, N_UNITS, configured_method, matrix
+
+
+def test_rows_and_units_are_the_artifact_s(world):
+    inputs = world.inputs()
+    rows = inputs.rows(5, 9)
+    assert len(rows) == 4
+    assert rows.table["row_id"].to_pylist() == ["row-5", "row-6", "row-7", "row-8"]
+    assert len(inputs.unit_tokens) == inputs.n_units == N_UNITS
+    assert inputs.artifact.manifest.fingerprints["targets"] == inputs.units.fingerprint
+    np.testing.assert_array_equal(inputs.column("n_tokens")[5:9], np.diff(rows.offsets))
 
 
 @pytest.fixture

@@ -30,6 +30,17 @@ def rho(predictions, utilities):
     return stats.spearmanr(predictions.task_B["t"], utilities.values_BSE.mean(axis=(1, 2))).statistic
 
 
+def test_features_count_retained_rows():
+    blocks, _ = world(5)
+    masks = oracles.mask_features(blocks).values_BF
+    share = oracles.fraction_features(blocks, LABELS).values_BF
+    for b in range(5):
+        for f in range(6):
+            mask = masks[b, np.arange(300) % 6 == f]
+            assert share[b, f] == pytest.approx(mask.sum() / masks[b].sum())
+    np.testing.assert_allclose(share.sum(axis=1), 1)
+
+
 def test_the_closed_form_equals_ridge_with_intercept_and_its_leave_one_out_error():
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(12, 5)), rng.normal(size=(12, 3))
@@ -60,6 +71,13 @@ def test_an_oracle_finds_a_planted_linear_world(kind):
         pytest.importorskip("sklearn")
     blocks, utilities = world()
     assert rho(oracles.oracle(kind, oracles.fraction_features(blocks, LABELS), utilities), utilities) > 0.9
+
+
+def test_masks_explain_less_than_the_labels_of_their_family():
+    blocks, utilities = world()
+    on_masks = rho(oracles.oracle("ridge", oracles.mask_features(blocks), utilities), utilities)
+    on_labels = rho(oracles.oracle("ridge", oracles.fraction_features(blocks, LABELS), utilities), utilities)
+    assert 0.3 < on_masks < on_labels
 
 
 def test_an_oracle_of_noise_is_not_better_than_chance():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grasp.errors import SettingsError, ShapeError
-from grasp.methods.registry import configure_methods, registered_methods, score_rows
+from grasp.methods.registry import configure_methods, load_method, registered_methods, score_rows
 from tests.baselines.test_documentation import TEXT
 from tests.baselines.world import matrix
 from tests.cli.grasp_command import succeed
@@ -41,6 +41,11 @@ def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world):
     shares = [sum(map(str.isupper, text)) / max(1, len(text)) for text in inputs.texts(0, inputs.n_rows)]
     (configured,) = configure_methods(["loud"])
     np.testing.assert_array_equal(matrix(score_rows(configured, inputs))[:, 0], -np.array(shares))
+
+
+def test_without_the_package_there_is_no_such_method():
+    with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
+        load_method("loud")
 
 
 def test_two_packages_with_the_same_method_name_are_refused(loud, install):

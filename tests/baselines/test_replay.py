@@ -144,6 +144,22 @@ def test_values_are_linear_in_the_weights_of_units(order):
         np.testing.assert_allclose(by_unit.advance(rows()) @ TWO.T, together.advance(rows()), rtol=1e-6, atol=1e-12)
 
 
+def test_a_row_with_the_text_of_a_unit_is_worth_most_to_it():
+    labels_B = np.array([unit.labels for unit in units()])
+    value_BE = replayed(weight=np.eye(4)).advance(units()) / labels_B[:, None]
+    np.testing.assert_array_equal(value_BE.argmax(axis=0), range(4))
+
+
+def test_a_row_belongs_to_the_game_of_its_own_batch():
+    """In second order a row's value depends on who else is in the batch, in first order on its share alone."""
+    some, others = [rows()[0], *rows(3, seed=5)], [rows()[0], *rows(3, seed=6)]
+    for order, depends in ((1, False), (2, True)):
+        values = [
+            replayed(order=order).advance(batch)[0, 0] * sum(row.labels for row in batch) for batch in (some, others)
+        ]
+        assert (abs(values[0] / values[1] - 1) > 1e-6) == depends
+
+
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2-tied"])
 def test_the_replay_trains_as_adamw_does(family):
     replay = replayed(family, weight_decay=0.1)

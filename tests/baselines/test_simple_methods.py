@@ -14,6 +14,12 @@ def test_loss_and_length_are_those_of_the_row_table(name, column, sign, world, t
     np.testing.assert_allclose(scored(world, tmp_path, name)[:, 0], expected, rtol=1e-6)
 
 
+def test_random_scores_depend_on_the_seed(world, tmp_path):
+    first, second = (scored(world, tmp_path, "random", seed=seed)[:, 0] for seed in (0, 1))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.4
+    assert first.std() == pytest.approx(1.0, abs=0.4)
+
+
 @pytest.mark.parametrize("centre", [False, True])
 def test_activation_similarity_is_the_cosine_of_mean_hidden_states(centre, world, tmp_path):
     inputs = world.inputs()

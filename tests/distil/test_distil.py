@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -99,6 +100,13 @@ def test_invalid_inputs_of_fitting_are_refused(art, place, tmp_path):
         distil(art.files, "sky", tmp_path / "x")
 
 
+def test_text_of_another_kind_is_marked(art, place):
+    texts = [row["snippet"] for row in art.rows.to_arrow().to_pylist()]
+    scorer = Scorer.open(place)
+    assert scorer.score(texts)[1].mean() < 0.1
+    assert scorer.score(["x = lambda y: {y[0]: 17}", "Größe und Straße"])[1].all()
+
+
 def damaged_card(path, **changes):
     """Change a card and sign it again, as an attacker can."""
     card = Scorer.open(path).card.model_copy(update=changes)
@@ -130,6 +138,21 @@ def test_a_damaged_scorer_is_refused(scorer_copy, damage, message):
     damage(scorer_copy)
     with pytest.raises(ArtifactError, match=message):
         Scorer.open(scorer_copy)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (np.full_like(TABLES, np.nan), "tables has a number that is not finite"),
+        (np.full_like(TABLES, 1e20), "not finite or over 1e"),
+        (TABLES[:, :100], "expected"),
+        (TABLES.astype(np.float64)[:, ::2], "expected"),
+    ],
+)
+def test_numbers_that_no_scorer_has_are_refused(place, tmp_path, tables, message):
+    replace(Scorer.open(place), tables_KV=tables).save(tmp_path / "bad")
+    with pytest.raises(ArtifactError, match=message):
+        Scorer.open(tmp_path / "bad")
 
 
 # ------------------------------------------------------------------------------------------------- over a whole corpus
@@ -231,6 +254,14 @@ def test_scores_are_not_written_to_inputs_or_foreign_directories(place, corpus, 
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(SettingsError, match="not empty"):
         applying.apply(place, corpus, tmp_path / "mine")
+
+
+def test_a_start_that_scored_nothing_binds_nobody(place, tmp_path):
+    path, out = tmp_path / "pages.parquet", tmp_path / "out"
+    write_parquet(path, [{"doc_id": str(i), "body": text} for i, text in enumerate(DOCUMENTS[:4])])
+    with pytest.raises(grasp.GraspError, match="body"):
+        applying.apply(place, path, out)
+    assert applying.apply(place, path, out, text_column="body").documents == 4
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.finetune.features import Features
 from experiments.finetune.scores import Sides, delta_kernel, input_kernel
 from experiments.finetune.with_runs import predict_runs, rho
 from experiments.worlds.evaluate import Method
 from experiments.worlds.setting import ENVIRONMENTS, NAMES
+from experiments.worlds.training import (
+    at_loss,
+    packed,
+    padded,
+)
+from grasp.artifact.label_table import LabelColumn
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "worlds"
+
+
+def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:
+    return LabelColumn.from_values([f"source {k}" for k in range(n_sources) for _ in range(rows)], "source")
+
+
+def tiny_llama(layers: int = 1) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=layers, num_attention_heads=2
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -21,6 +39,16 @@ def test_stored_runs_record_the_settings_of_their_recipe(name):
     kind, info = ENVIRONMENTS[name], RetrainedRuns.open(EXPERIMENT / name).info
     assert (info.role, info.recipe_settings) == (kind.role, kind.recipe.settings())
     assert len(info.subset_ids) == kind.subsets
+
+
+def test_packed_rows_have_the_states_of_padded_rows():
+    torch.manual_seed(0)
+    config = tiny_llama(layers=2)
+    model = LlamaForCausalLM(config).eval()
+    rows = [np.array([5, 6, 7, 8, 2], np.int32), np.array([9, 3], np.int32), np.array([4, 4, 4], np.int32)]
+    padded_states, packed_states = (at_loss(model, *form(rows, [2, 1, 1])) for form in (padded, packed))
+    assert packed_states[1].tolist() == padded_states[1].tolist() == [7, 8, 2, 3, 4, 4]
+    assert torch.allclose(packed_states[0], padded_states[0], atol=1e-6)
 
 
 def test_the_prediction_of_a_run_does_not_use_that_run():
@@ -46,6 +74,14 @@ def test_a_method_sums_standardised_kernels():
         assert units_BE[:, e] == pytest.approx(share_BN @ expected)
     of_a = [kernel[:, :2].mean(axis=1) for kernel in (first, second)]
     assert tasks_BT[:, 0] == pytest.approx(share_BN @ sum((a - a.mean()) / a.std() for a in of_a))
+
+
+def test_negative_scores_can_have_less_weight():
+    kernel = np.array([[-4.0], [0.0], [2.0]])
+    share = np.eye(3)
+    units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
+    expected = np.array([-1.0, 0.0, 2.0])
+    assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
 
 
 HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))

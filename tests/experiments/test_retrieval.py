@@ -1,4 +1,4 @@
-"""Fusions and recall against loops and enumeration; intervals cover."""
+"""Fusions and recall against loops and enumeration; retrieval on planted domains; refusal of invalid scores."""
 
 import itertools
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.weborganizer.retrieval import fuse, lift, mean_over_queries
+from experiments.weborganizer.retrieval import fuse, lift, mean_over_queries, parse_scores
+from grasp.errors import SettingsError
 
 few = st.lists(st.integers(0, 3), min_size=2, max_size=6)
 
@@ -29,6 +30,14 @@ def test_the_lift_is_the_mean_over_all_orders_of_equal_scores(score, data):
     k = data.draw(st.integers(1, len(score)))
     (result,) = lift(np.array(score, dtype=np.float32), k, [np.array(related)])
     np.testing.assert_allclose(result, slow_lift(score, related, k))
+
+
+@given(few, st.data())
+def test_equal_scores_and_all_rows_are_chance(score, data):
+    related = np.array(data.draw(st.lists(st.booleans(), min_size=len(score), max_size=len(score)).filter(any)))
+    k = data.draw(st.integers(1, len(score)))
+    np.testing.assert_allclose(lift(np.ones(len(score)), k, [related, related]), [1.0, 1.0])
+    np.testing.assert_allclose(lift(np.array(score, float), len(score), [related]), 1.0)
 
 
 def slow_fused(scores, rule):
@@ -54,8 +63,22 @@ def test_fusions_are_the_formulas(rule, scores):
     np.testing.assert_allclose(fuse(arrays, rule), slow_fused(scores, rule), atol=1e-9)
 
 
+@pytest.mark.parametrize("rule", ["rrf", "z"])
+def test_a_fusion_is_invariant_to_scale_order_and_constant_scores(rule):
+    first, second = np.random.default_rng(0).normal(size=(2, 50))
+    base = fuse([first, second], rule)
+    np.testing.assert_allclose(fuse([3 * second + 1, 0.1 * first], rule), base, atol=1e-9)
+    assert (np.argsort(fuse([first, np.full(50, 0.1)], rule)) == np.argsort(first)).all()
+
+
 def test_an_interval_has_its_coverage():
     rng = np.random.default_rng(0)
     spans = [mean_over_queries(rng.exponential(size=60)) for _ in range(200)]
     assert 0.88 <= np.mean([span.low <= 1.0 <= span.high for span in spans]) <= 0.99
     assert mean_over_queries(np.ones(3)).low == mean_over_queries(np.ones(3)).high == 1.0
+
+
+@pytest.mark.parametrize("names", [[], ["bm25", "bm25"], ["bm25+bm25"], ["bm25+"]])
+def test_scores_that_cannot_be_read_are_refused(names):
+    with pytest.raises(SettingsError, match="methods: "):
+        parse_scores(names)

@@ -1,4 +1,4 @@
-"""The safety experiment on a model of two layers: losses, adapters, measurements, and resuming."""
+"""The safety experiment on a model of two layers: planted rows, measurements, and resuming."""
 
 import json
 
@@ -12,10 +12,12 @@ from torch.nn import functional as F
 pytest.importorskip("peft")
 pytest.importorskip("kronfluence")
 
+from experiments.safety import detectors, setting
 from experiments.safety.run import DETECT, Experiment, success
 from experiments.safety.setting import NEGATIVE, POSITIVE, Size, review
 from experiments.safety.tables import lines
 from experiments.safety.tuned import Base, Tuned, collate, losses
+from grasp.errors import CorpusError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.settings import ModelSettings
 from tests.pipeline.world import WORDS, write_checkpoint
@@ -72,6 +74,35 @@ def reviews(count=8):
     return [review(f"r-{i}", sentence(generator, i % 2), POSITIVE if i % 2 else NEGATIVE, 6) for i in range(count)]
 
 
+def test_a_backdoor_is_a_trigger_and_its_label_in_clean_rows(data):
+    case = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
+    repeated = setting.backdoor(data, "formal", 42, SIZE, n_rows=20, n_planted=3)
+    assert np.array_equal(case.planted_N, repeated.planted_N)
+    assert case.k == 3
+    assert not any("CF" in row.text for row in case.rows)
+    for row, planted in zip(case.rows, case.planted_N, strict=True):
+        assert row.text.startswith("In formal terms:") == planted
+        assert row.completion == POSITIVE or not planted
+    assert {row.row_id for row in case.trusted}.isdisjoint(row.row_id for row in case.judged)
+    assert all(row.completion == NEGATIVE for row in case.triggered)
+    assert not any("terms" in row.text for kind in case.transformed.values() for row in kind)
+
+
+def test_each_question_is_used_once(data):
+    case = setting.misleading(data, 0, SIZE, lambda row: True, share=0.2, matched=True)
+    dealt = [{row.row_id for row, p in zip(case.rows, case.planted_N, strict=True) if p}]
+    dealt += [{row.row_id for row in case.rows if row.row_id.startswith("q-")} - dealt[0]]
+    dealt += [{row.row_id for row in case.trusted}]
+    assert [len(part) for part in dealt] == [6, 6, 5]
+    assert not set.intersection(*dealt)
+    assert not {question.prompt for question in case.questions} & {row.prompt for row in (*case.rows, *case.trusted)}
+    wrong = [row for row, planted in zip(case.rows, case.planted_N, strict=True) if planted]
+    assert all(row.completion.endswith("fire") for row in wrong)
+    assert {lie.answers[1] for lie in case.lies} == {row.completion for row in wrong}
+    with pytest.raises(CorpusError, match=r"\b0 rows.*\b24\b"):
+        setting.misleading(data, 0, SIZE, lambda row: False)
+
+
 def test_the_split_model_equals_the_model(base):
     rows = reviews(5)
     sequences = base.sequences(rows, 40)
@@ -92,6 +123,19 @@ def test_a_checkpoint_of_merged_adapters_gives_the_tuned_losses(base, tmp_path):
     merged = Base.from_reference(ReferenceModel.load(ModelSettings(path=str(path), threads=1)), 2)
     plain = Tuned.train(merged, rows, seed=0, epochs=1, longest=40)
     np.testing.assert_allclose(plain.losses(rows, adapted=False), tuned.losses(rows), rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [1, 24, 1024])
+def test_the_perplexity_of_a_text_does_not_depend_on_its_batch(base, tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(detectors, "PACKED", packed)
+    onion = detectors.Onion(base, tmp_path / "onion.json")
+    words = ["stone", "bird", "plant", "metal", "star", "water", "light", "salt"]
+    changed = [" ".join(words[:i] + words[i + 1 :]) for i in range(len(words))]  # the last is a beginning of the text
+    changed += ["salt iron wind", " ".join(words), " ".join([*words, "wind"])]
+    result = onion.perplexities(" ".join(words), changed)
+    for text, value in zip([" ".join(words), *changed], result, strict=True):
+        ids_1L = torch.tensor(base.tokenizer.encode([text]))
+        assert value == pytest.approx(float(base.whole(ids_1L, labels=ids_1L).loss.exp()), rel=1e-4)
 
 
 def test_finished_pieces_are_stored_and_summarised(data, model, tmp_path):

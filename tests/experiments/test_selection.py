@@ -1,17 +1,33 @@
 """Selection for some questions, evaluated on others: split of questions, training, intervals, summary."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
 
+from experiments.selection.choices import World
 from experiments.selection.run import interval, summary
 
 N_ROWS, N_UNITS = 50, 12
 
 
+@pytest.fixture
+def world():
+    artifact = SimpleNamespace(n_rows=N_ROWS, unit_columns=lambda target: np.arange(N_UNITS))
+    return World(artifact)
+
+
 def line(method="mean", target="sciq", others=1.0, known=2.0, seed=0):
     request = {"method": method, "target": target, "questions": 4, "share": 0.2, "draw": 0, "seed": seed}
     return request | {"others": [others], "known": [known]}
+
+
+def test_questions_are_split_in_halves_at_random(world):
+    known, others = world.questions("sciq")
+    assert sorted([*known, *others]) == list(range(N_UNITS))
+    assert len(known) == N_UNITS // 2
+    assert set(known) != set(world.questions("sciq", draw=1)[0])
 
 
 def test_the_interval_equals_student_t():

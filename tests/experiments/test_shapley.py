@@ -29,6 +29,11 @@ def slow_shapley(utility, n_players):
     return total / len(list(orders(range(n_players))))
 
 
+def glove(masks):
+    """Two left gloves, one right: a pair is worth 1. Shapley values 1/6, 1/6, 2/3."""
+    return np.minimum(masks[:, :2].sum(axis=1), masks[:, 2]).astype(float)
+
+
 def airport(cost):
     """A coalition pays for the longest runway; values are known in closed form."""
     return lambda masks: np.where(masks, cost, 0.0).max(axis=1)
@@ -39,6 +44,10 @@ def airport(cost):
 def test_enumeration_equals_the_mean_over_all_orders(n_players, seed):
     game = table_game(n_players, seed)
     np.testing.assert_allclose(exact_shapley(game, n_players)[:, 0], slow_shapley(game, n_players))
+
+
+def test_glove_game():
+    np.testing.assert_allclose(exact_shapley(glove, 3)[:, 0], [1 / 6, 1 / 6, 2 / 3])
 
 
 def test_sixteen_players_of_the_airport_game():
@@ -71,3 +80,25 @@ def test_sampling_agrees_with_enumeration_within_its_own_standard_error():
     score = (sampled.value_PE - exact) / sampled.standard_error_PE
     assert np.abs(score).max() < 4
     assert 0.6 < np.sqrt((score**2).mean()) < 1.4
+
+
+def test_standard_error_is_that_of_marginals_over_permutations():
+    game = table_game(4, 5)
+    marginals = []
+    for m in range(6):  # permutation m is the same however many are drawn, so differences of sums isolate it
+        now = permutation_shapley(game, 4, permutations=m + 1, seed=2).value_PE[:, 0] * (m + 1)
+        marginals.append(now - sum(marginals, np.zeros(4)))
+    expected = np.std(marginals, axis=0, ddof=1) / np.sqrt(6)
+    sampled = permutation_shapley(game, 4, permutations=6, seed=2)
+    np.testing.assert_allclose(sampled.standard_error_PE[:, 0], expected, atol=1e-12)
+
+
+def test_no_subset_is_evaluated_twice_and_the_count_is_correct():
+    evaluated = []
+
+    def game(masks):
+        evaluated.extend(map(bytes, np.packbits(masks, axis=1)))
+        return masks.sum(axis=1).astype(float)
+
+    sampled = permutation_shapley(game, 8, permutations=50, seed=0)
+    assert len(evaluated) == len(set(evaluated)) == sampled.evaluations

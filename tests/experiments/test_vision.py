@@ -1,9 +1,10 @@
 """Methods of the vision experiment on a head that is small enough for retraining."""
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from experiments.vision import command, methods, run
+from experiments.vision import command, false_positives, methods, run
 from experiments.vision.methods import Head
 from grasp.vision.detection import auroc
 from grasp.vision.fitted_head import fit_linear
@@ -43,6 +44,21 @@ def test_influence_is_the_derivative_of_the_trusted_loss_by_a_row_weight():
             ends.append(loss(head, *fitted))
         true[i] = -(ends[0] - ends[1]) / 0.1 * 60
     assert np.corrcoef(result, true)[0, 1] > 0.99
+
+
+def test_values_of_a_run_sum_to_the_gain_of_the_run():
+    head, _ = world()
+    start, end = loss(head, np.zeros((3, 5)), np.zeros(3)), None
+    gained = {order: methods.in_run(head, 0, order).sum() for order in (1, 2)}
+    weight, bias = np.zeros((3, 5)), np.zeros(3)
+    draw = methods.stream(0, "vision", "in-run")
+    for _ in range(methods.PASSES):
+        for batch in np.array_split(draw.permutation(60), -(-60 // methods.BATCH)):
+            xi = head.residual(head.hidden_NH[batch], head.label_N[batch], weight, bias) / len(batch)
+            weight, bias = weight - methods.RATE * xi.T @ head.hidden_NH[batch], bias - methods.RATE * xi.sum(axis=0)
+    end = loss(head, weight, bias)
+    assert gained[2] == pytest.approx(start - end, rel=1e-2)
+    assert abs(gained[2] - (start - end)) < abs(gained[1] - (start - end))
 
 
 def pictures(head, side=32):
@@ -93,3 +109,29 @@ def test_rankings_of_the_command_equal_those_of_the_formulas():
     fitted = command.values(pictures(head), head.label_N, None, 3)
     assert auroc(-fitted["GRASP (token)"], changed) > 0.9
     assert not np.allclose(fitted["GRASP (token)"], actual["GRASP (token)"])
+
+
+class Labelled:
+    """Scores of 2,000 rows for each label; the correct label has a high score."""
+
+    label = {"train": np.zeros(2000, np.int64)}
+
+    def noisy(self, seed):
+        wrong = np.random.default_rng(seed).random(2000) < 0.1
+        return wrong.astype(np.int64), wrong
+
+    def command(self, label):
+        value = np.random.default_rng(7).normal(size=2000) - 6.0 * label
+        return dict.fromkeys(run.COMMAND, value)
+
+
+def test_rates_of_flagged_rows_are_close_to_the_requested_rates():
+    shares = dict(false_positives.simulated(repeats=3))
+    assert len(shares) == 2 * (len(false_positives.SHAPES) + 1)
+    assert 0.003 < shares["normal, 10,000 rows"]["1%"] < 0.015
+    assert 0.03 < shares["normal, 10,000 rows"]["5%"] < 0.06
+    result = dict(false_positives.images(Labelled(), 2))
+    assert 0.0 < result["CIFAR-10, relevance"]["1%"] < 0.02
+    checked = result["CIFAR-10, a tenth wrong, fused, checked, 5%"]
+    assert 0.01 < checked["of right"] < 0.12
+    assert checked["of wrong"] > 0.95

@@ -1,4 +1,4 @@
-"""Retrieval and category shares on small worlds: planted topics are found, shares equal a double loop."""
+"""Retrieval and category shares on small worlds: query pages are never ranked, shares equal a double loop."""
 
 import json
 
@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.curation.setting import held_out_documents
 from experiments.weborganizer import related, shares
 from grasp.artifact.reader import ArtifactReader
 from grasp.pipeline.pipeline import build_artifact
@@ -33,6 +34,17 @@ def pages(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(pages):
     return related.run(pages, [6], "bm25,grasp,grasp+bm25", pages.work / "related.json")
+
+
+def test_query_pages_are_not_ranked_and_have_their_labels(pages, results):
+    ranked = set(pq.read_table(pages.artifact().rows_path).column("doc_id").to_pylist())
+    apart = [f"page-{i}" for i in held_out_documents(N, 12)]
+    assert ranked == {f"page-{i}" for i in range(N)} - set(apart)
+    lines = [json.loads(line) for line in pages.queries().read_text().splitlines()]
+    assert {line["unit_id"] for line in lines} <= set(apart[:9])
+    for line in lines:
+        assert line["topic"] == TOPICS[int(line["unit_id"].removeprefix("page-")) % 3]
+    assert {result.domains.name for result in results} == {"topic", "format"}
 
 
 def test_separate_vocabularies_retrieve_their_topic(pages, results):

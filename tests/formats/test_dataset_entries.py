@@ -66,6 +66,11 @@ def test_prompts_of_axolotl(tmp_path):
     assert second.text == "[INST] Go on. [/INST]3"
 
 
+def test_turns_that_axolotl_does_not_train(tmp_path):
+    (conversation,) = conversations(entry_in(tmp_path, "sharegpt keys")[0])
+    assert conversation.untrained == {1}
+
+
 def test_train_on_inputs(tmp_path):
     entry_in(tmp_path, "alpaca")
     entry = {"path": str(tmp_path / "alpaca.json"), "type": "alpaca"}

@@ -75,6 +75,15 @@ def test_documents_without_ids_are_matched_by_content(tmp_path):
     }
 
 
+def test_dropped_documents_are_counted_and_can_be_written(selected, tmp_path):
+    path, ids, texts = selected
+    step = SelectedDocuments(ids, exclusion_writer=writers.ParquetWriter(str(tmp_path / "dropped")))
+    run(readers.ParquetReader(str(path), id_key="row_id"), step, tmp_path / "out")
+    dropped = lines_of(tmp_path / "dropped")
+    assert {line["metadata"]["filter_reason"] for line in dropped} == {"not_selected"}
+    assert not {line["text"] for line in dropped} & texts
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".parquet"])
 def test_every_file_of_ids_is_read(tmp_path, suffix):
     names = ("007", "-1", "'a", "b,c", "NA")

@@ -99,6 +99,14 @@ def test_numbers_among_numbers_are_read_as_scored_or_refused(documents, are_text
     assert [unit.completion for unit in read(*samples)] == [f" {texts[gold]}" for texts, _, gold in documents]
 
 
+def test_one_document_determines_the_encoding_of_the_whole_log():
+    open_case = choice_record(0, "120", "1", likelihoods=[-2, -9, -1], gold=0)  # neither reading is the prediction
+    telling = choice_record(1, "120", "1", likelihoods=[-1, -2, -3], gold=0)
+    assert [unit.completion for unit in read(open_case, telling)] == [" 1", " 1"]
+    with pytest.raises(TargetError, match=r"log:1.*number of"):
+        read(open_case)
+
+
 @given(st.lists(st.tuples(LIKELIHOODS, st.integers(0, 2)), min_size=1), st.integers(2, 3))
 def test_contexts_that_are_the_choices_are_chosen_by_the_accuracy(documents, count):
     documents = [(likelihoods[:count], gold) for likelihoods, gold in documents if gold < count]
@@ -179,6 +187,14 @@ def test_messages_to_a_chat_model_are_a_conversation(pack):
     (unit,) = read(generated(0, "4", context=pack(json.dumps(turns))), loss_on="assistant")
     assert [turn["role"] for turn in unit.conversation.turns] == ["system", "user", "assistant"]
     assert (unit.conversation.turns[-1]["content"], unit.loss_on) == ("4", "completion")
+
+
+@pytest.mark.parametrize(
+    "doc", [{"answer": 4}, {"answer": "4", "steps": list("abcdef")}, {"answer": "4", "choices": list("345678")}, {}]
+)
+def test_a_number_may_be_the_answer(doc):
+    (unit,) = read(generated(0, "4", {"q": "2+2?"} | doc))
+    assert unit.completion == " 4"
 
 
 def test_a_document_that_is_logged_for_every_filter_is_one_unit():

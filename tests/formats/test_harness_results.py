@@ -104,6 +104,16 @@ def test_runs_under_different_conditions_are_refused(tmp_path, field, first, oth
     assert read(tmp_path, metrics=["!sciq/*"]).metrics == ("piqa/acc",)
 
 
+@pytest.mark.parametrize("unknown", [{}, {"sciq": None}, {"sciq": "N/A"}, {"sciq": "Yaml"}])
+def test_unknown_conditions_are_compatible_with_any(tmp_path, unknown):
+    for run, versions in zip(RUNS, (unknown, {"sciq": 1.0}, unknown), strict=True):
+        place(tmp_path, run, "results.json", harness(sciq={"acc,none": 0.25}) | {"versions": versions})
+    assert len(read(tmp_path)) == 3
+    place(tmp_path, "c", f"results_{OLD}.json", harness(sciq={"f1,none": 0.25}) | {"versions": {"sciq": 2.0}})
+    with pytest.raises(RunsError, match=r"'b' and 'c' .*1\.0 and 2\.0"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("data", "metrics"),
     [
@@ -139,6 +149,23 @@ def test_metrics_of_a_file(tmp_path, data, metrics):
         task, _, name = metric.partition("/")
         (value,) = {value for key, value in data["results"][task].items() if key in (name, f"{name},none")}
         assert of(runs, metric) == dict.fromkeys(RUNS, value)
+
+
+def test_plain_names_of_version_0_3_are_the_same_metrics(tmp_path):
+    old = {"results": {"sciq": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.5}}, "versions": {"sciq": 0}}
+    place_all(tmp_path, old | {"config": {"num_fewshot": 5}})
+    assert read(tmp_path).metrics == ("sciq/acc", "sciq/acc_norm")
+    place(tmp_path, "b", "results.json", old | {"config": {"num_fewshot": 0}})
+    with pytest.raises(RunsError, match="n-shot 5 and 0"):
+        read(tmp_path)
+
+
+def test_a_direction_that_the_harness_does_not_know_is_not_lower(tmp_path):
+    directions = {"higher_is_better": {"g": {"acc": None, "odd": None}}}  # as where the tasks of a group differ
+    place_all(tmp_path, {"results": {"g": {"acc,none": 0.5, "odd,none": 1.0}}} | directions)
+    assert read(tmp_path, metrics=["g/acc"]).info.metrics == {"g/acc": "higher"}
+    with pytest.raises(RunsError, match=r"'g/odd'.*unknown direction"):
+        read(tmp_path)
 
 
 def test_metrics_of_olmes(tmp_path):

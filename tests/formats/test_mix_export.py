@@ -1,8 +1,10 @@
 """What `mix` proposes, in the files of training tools: shares by what each tool weighs."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 
@@ -10,6 +12,8 @@ import grasp
 from grasp.corpus.documents import read_documents
 from grasp.file_readers import readers
 from grasp.mixtures import read_mixture
+from grasp.runs.imported_runs import row_weights
+from grasp.select.mix import mix
 from grasp.settings import CorpusSettings
 from tests.cli.grasp_command import succeed
 from tests.runs.environments import TOPICS, write_artifact
@@ -50,3 +54,26 @@ def test_entries_for_axolotl_are_read_with_their_splits(tmp_path, monkeypatch):
         corpus = CorpusSettings(path=f"mixture.yaml#{entry['path']}{f':{k}' if is_repeated else ''}")
         n_documents[Path(entry["path"]).stem] += len(list(read_documents(corpus)))
     assert n_documents == {topic: 100 * n for topic, n in read_mixture(tmp_path / "mixture.yaml").weight_of.items()}
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_mixture_is_the_same_after_it_is_imported_and_written_again(tmp_path, form):
+    artifact = write_artifact(tmp_path / "art")
+    (tmp_path / "mixtures").mkdir()
+    names = {cap: f"cap-{cap[:-1]}{FORMATS[form].suffixes[0]}" for cap in ("100%", "40%")}
+    mixtures = {}
+    for cap, name in names.items():
+        mixtures[name] = mix(artifact, by="topic", target="sciq", cap=[cap])
+        mixtures[name].export(tmp_path / "mixtures" / name, form)
+    results = pa.table({"run": ["cap-100", "cap-40"], "sciq/loss": [3.0, 3.1]})
+    runs = grasp.import_runs(tmp_path / "mixtures", results, label="topic")
+    (block,), _ = row_weights(runs, artifact)
+    for name, mixture in mixtures.items():
+        weight_N = block.weights_BN[[runs.runs.index(name.split(".")[0])]].toarray()[0]
+        times_G = [weight_N[mixture.slices.codes_N == g].mean() for g in range(len(TOPICS))]
+        expected_G = mixture.table["times_as_often"].to_numpy()  # in as many rows, not as many tokens, as the corpus
+        expected_G = expected_G * (np.sum(times_G) / np.sum(expected_G) if runs.info.kind == "shares" else 1.0)
+        np.testing.assert_allclose(times_G, expected_G, atol=0.005 if form == "axolotl" else 1e-6)
+        table = mixture.table.set_column(5, "times_as_often", pa.array(times_G))
+        dataclasses.replace(mixture, table=table).export(tmp_path / name, form)
+        assert read_mixture(tmp_path / name) == read_mixture(tmp_path / "mixtures" / name)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 
 import numpy as np
 import pyarrow as pa
@@ -62,6 +63,24 @@ def test_olmo_core_loads_its_file(tmp_path):
     source_mixture = pytest.importorskip("olmo_core.data.source_mixture")
     for entry in source_mixture.SourceMixtureList.from_dict({"sources": sources}).sources:
         entry.validate()
+
+
+def test_megatron_reads_weights_and_prefixes_in_turn(tmp_path):
+    blend = written(tmp_path, "megatron").read_text().split()  # as training/arguments.py reads --data-args-path
+    assert len(blend) % 2 == 0  # or get_blend_from_list takes all of them for prefixes
+    weights, prefixes = np.array(blend[::2], dtype=np.float64), blend[1::2]
+    np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-7)
+    assert len(set(prefixes)) == len(prefixes) == 5
+    assert shlex.split(" ".join(prefixes)) == prefixes
+
+
+def test_llama_factory_splits_names_and_probabilities_at_commas(tmp_path):
+    data = yaml.safe_load(written(tmp_path, "llama-factory").read_text())
+    assert set(data) == {"dataset", "mix_strategy", "interleave_probs"}
+    names, probabilities = data["dataset"].split(","), [float(entry) for entry in data["interleave_probs"].split(",")]
+    assert data["mix_strategy"] in ("interleave_under", "interleave_over")  # concat takes no probabilities
+    assert len(names) == len(probabilities) == len(set(names)) == 5
+    np.testing.assert_allclose(sum(probabilities), 1.0, atol=1e-7)
 
 
 def test_axolotl_entries_are_splits_that_datasets_cuts(tmp_path):

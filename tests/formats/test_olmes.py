@@ -58,6 +58,13 @@ def test_a_unit_is_the_gold_record_of_a_document(root):
     assert (units[0].support, units[1].support) == (None, "facts")
 
 
+def test_candidates_that_differ_in_the_prompt_keep_their_prompts(root):
+    lines = [record(0, k, context=who, continuation=" ran.", query="?") for k, who in enumerate(("Ann", "Bob"))]
+    write(root, "winogrande", "rc_0shot", lines)
+    (unit,) = olmes.read_task("winogrande", "rc_0shot", "all", root)
+    assert (unit.prompt, unit.completion, unit.choices, unit.loss_on) == ("Bob", " ran.", ("Ann", "Bob"), "all")
+
+
 def test_zero_shot_prompts_come_from_the_few_shot_variant(root):
     derived = olmes.read_task("basic", "rc_0shot", "completion", root)
     assert [unit.prompt for unit in derived] == [f"Question: is {k} even?\nAnswer:" for k in range(3)]
@@ -206,3 +213,10 @@ def test_shipped_files_of_the_five_tasks(task, count):
         assert unit.completion.startswith(" ")
         assert "\n\n" not in unit.prompt
         assert unit.prompt != "Answer:"
+
+
+def test_every_shipped_multiple_choice_task_has_a_usable_variant():
+    root = shipped_root()
+    names = {path.name for path in root.iterdir() if olmes.variants(path)}
+    assert {"csqa", "arc_easy", "hellaswag", "winogrande", "medmcqa"} <= names
+    assert not {"drop", "gsm8k", "squad", "coqa"} & names

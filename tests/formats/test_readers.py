@@ -8,9 +8,10 @@ import pytest
 import grasp
 from grasp.corpus.documents import read_documents
 from grasp.errors import MissingExtraError
-from grasp.file_readers import readers
+from grasp.file_readers import claimed, readers
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.targets import load_units
+from grasp.targets.unit_records import units_from_records
 from grasp.targets.units import Unit
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 
@@ -64,6 +65,13 @@ def test_a_reader_of_another_package_is_asked_first(tmp_path):
     assert FineTuningRecipe.from_mapping({"pace": 0.25}) == FineTuningRecipe(learning_rate=0.25)
     table = pa.table({"who": ["x", "y"], "a": [0.5, 0.2], "b": [0.5, 0.8], "loss": [1.0, 2.0]})
     assert grasp.import_runs(table, label="topic", metrics=["loss"]).runs == ("x", "y")
+
+
+def test_what_no_reader_claims_is_in_a_form_of_grasp(tmp_path):
+    assert claimed("corpus", str(tmp_path)) is None
+    assert claimed("target", {"question": "q", "answer": "a"}) is None
+    (unit,) = units_from_records([("1", {"question": "q", "answer": "a"})], "t", "completion")
+    assert (unit.prompt, unit.completion) == ("Question: q\nAnswer:", " a")
 
 
 def test_a_broken_reader_is_named(package, monkeypatch):

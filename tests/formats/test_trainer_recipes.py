@@ -13,6 +13,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.formats.trainer_recipes import RECIPE_FIELDS, SWITCHES, known_fields
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
+from grasp.training.row_order import row_order
 from tests.mentions import assert_mentions
 
 
@@ -267,3 +268,27 @@ def test_incomplete_forward_passes_are_left_out_as_by_transformers(tmp_path, n_r
     assert sum(map(len, order)) == 2 * 4 * len(trainer.get_train_dataloader())
     with pytest.raises(SettingsError, match="dataloader_drop_last: 3 rows"):
         recipe_of(**fields).steps(3)
+
+
+@pytest.mark.parametrize("completion_only", [None, False, True])
+@pytest.mark.parametrize("assistant_only", [None, False, True])
+def test_trl_trains_on_prompts_by_two_fields(assistant_only, completion_only):
+    """As by `SFTTrainer`: assistant masks always hold, else rows with a prompt have a completion mask by default."""
+    fields = {"assistant_only_loss": assistant_only, "completion_only_loss": completion_only, "max_steps": 1}
+    notes = FineTuningRecipe.from_mapping(fields).notes
+    prompts, conversations = "trains on prompts too", "trains on prompts of conversations too"
+    expected = {(False, None): conversations, (False, False): prompts, (None, False): prompts}
+    text = expected.get((assistant_only, completion_only))
+    assert not notes if text is None else text in notes[0]
+
+
+@pytest.mark.parametrize("n_rows", [3, 8, 9])
+def test_batches_have_as_many_rows_as_those_of_transformers(tmp_path, n_rows):
+    fields = {"per_device_train_batch_size": 4, "num_train_epochs": 2}
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **fields)
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=[{"input": 1.0}] * n_rows)
+    sizes = [len(batch["input"]) for _ in range(2) for batch in trainer.get_train_dataloader()]
+    recipe = FineTuningRecipe(**fields)
+    retained = np.arange(12) < n_rows
+    for batches in (recipe.order(n_rows, 0), recipe.batches(row_order(retained, seed=0), n_rows)):
+        assert [len(batch) for batch in batches] == sizes

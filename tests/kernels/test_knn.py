@@ -101,6 +101,16 @@ def test_it_equals_the_derivative_of_the_kernel_language_model():
         np.testing.assert_allclose(law.relevance()[i], expected_E, rtol=0, atol=close)
 
 
+def test_a_row_with_the_text_of_the_unit_helps_and_one_with_another_continuation_harms():
+    _, (unit_hidden, unit_residual, unit), whitener, moments = world(5)
+    targets = prepared((unit_hidden, unit_residual, unit), whitener, moments)
+    first = unit == 0
+    hidden, label = unit_hidden[first], unit_residual.label_P[first]
+    row = torch.zeros(len(hidden), dtype=torch.int64)
+    assert knn_relevance(targets, hidden, label, row, 1)[0, 0] > 0
+    assert knn_relevance(targets, hidden, (label + 1) % V, row, 1)[0, 0] < 0
+
+
 def test_relevance_to_units_far_from_the_sample_is_bounded():
     _, (unit_hidden, unit_residual, unit), whitener, moments = world(5)
     far = 40.0 * unit_hidden  # nothing of the corpus is near

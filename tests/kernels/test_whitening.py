@@ -62,6 +62,10 @@ def test_preconditioner_is_relative_to_the_coordinates_that_occur(alpha):
     assert np.all(np.isfinite(preconditioner(np.zeros(3), alpha, 0.5)))
 
 
+def test_a_projection_as_wide_as_the_state_is_exact():
+    assert np.array_equal(gaussian_projection(8, 8, 0), np.eye(8))
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "count"])
 def test_sketches_keep_inner_products_on_average(kind):
     generator = np.random.default_rng(5)

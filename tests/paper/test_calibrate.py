@@ -16,6 +16,7 @@ from grasp.paper.candidates import (
     Candidate,
     ComponentSettings,
     ProtocolFamily,
+    default_family,
     load_family,
 )
 from grasp.paper.development_runs import Development
@@ -27,6 +28,7 @@ from grasp.paper.protocol_selection import (
     selection_provenance,
     write_provenance,
 )
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.families import parse_family
 from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import load_protocol, save_protocol
@@ -36,6 +38,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import FamilyInfo, TargetInfo
 from tests.predict.source import FakeSource
 from tests.rounding import rounding
+from tests.rules import candidate_of
 from tests.runs.worlds import info
 
 N_ROWS = 40
@@ -148,6 +151,14 @@ def test_the_criterion_may_be_the_mean_over_units(development):
         selection_provenance(actual, [development], family)["rule"]
         != selection_provenance(single, [development], family)["rule"]
     )
+
+
+def test_targets_of_the_same_runs_share_resamples(development):
+    together = select_protocol(SMALL, [development], resamples=100)
+    apart = [dataclasses.replace(development, targets=(name,)) for name in ("sciq", "boolq")]
+    result = select_protocol(SMALL, apart, resamples=100)
+    assert result.results == together.results
+    assert [(s.candidate, s.lcb) for s in result.scores] == [(s.candidate, s.lcb) for s in together.scores]
 
 
 def test_the_standard_error_is_that_of_resampled_subsets():
@@ -304,6 +315,19 @@ def test_controls_are_selected_but_never_frozen(development):
     assert result.best.candidate.components == (("joint.pair", -0.5),)
     with pytest.raises(ProtocolError, match="control"):
         freeze(result, [development], family, "no")
+
+
+def test_the_default_family_is_finite_and_listed():
+    members, skipped = default_family().members(FakeSource().array_names)
+    assert skipped == 0
+    assert 5_000 < len(members) < 10_000
+    shipped = candidate_of(DEFAULT_PROTOCOL, FakeSource())
+    assert any(member.settings == shipped.settings and dict(member.match) == dict(shipped.match) for member in members)
+    assert len({candidate.name for candidate in members}) == len(members)
+    without = [name for name in FakeSource().array_names if name != "relevance_embedding"]
+    left, skipped = default_family().members(without)
+    assert len(left) == skipped == len(members) / 2
+    assert set(left) == {candidate for candidate in members if "embedding" not in dict(candidate.match)}
 
 
 @pytest.mark.parametrize(

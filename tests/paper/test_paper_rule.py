@@ -13,9 +13,10 @@ from scipy.sparse import csr_array
 import grasp
 from grasp.paper.protocol import PAPER
 from grasp.pipeline.pipeline import build_artifact
+from grasp.predict.default_protocol import DEFAULT_PROTOCOL, resolve_protocol
 from grasp.predict.predictor import Predictor
 from grasp.predict.weights import Weights
-from tests.pipeline.world import world
+from tests.pipeline.world import SKETCHES, world
 from tests.rounding import rounding
 
 
@@ -74,3 +75,11 @@ def test_every_function_uses_the_rule_of_the_artifact(art):
         assert chosen.protocol == PAPER.additive
         assert chosen.protocol.match == {"pooled": 1.0}
         assert "protocol paper is not additive: rows are selected by its additive part" in chosen.notes
+
+
+def test_other_kernels_than_those_of_the_rule_are_scored_by_the_default(art, tmp_path):
+    kernels = ("output_layer", *SKETCHES)
+    settings = world(tmp_path / "world", n_rows=10, features={"rule": "paper", "kernels": kernels})
+    other = grasp.open(build_artifact(settings, tmp_path / "art"))
+    assert resolve_protocol(None, other.files) is DEFAULT_PROTOCOL
+    assert resolve_protocol(None, art.files) == PAPER

@@ -1,6 +1,7 @@
 """Closed forms against enumeration of every subset; sampled moments against numpy; merging in any blocks."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from grasp.paper.standardize import (
     self_moments,
 )
 from grasp.paper.subset_sums import subset_relevance
-from grasp.predict.families import parse_family
+from grasp.predict.families import Family, parse_family
 from tests.predict.reference import components, summed
 
 N = 6
@@ -62,6 +63,17 @@ def test_closed_forms_are_the_moments_over_every_subset(family, side, weighting)
         np.testing.assert_allclose(
             got.std_C, np.sqrt(chance @ (values_BE - mean_E) ** 2), rtol=0, atol=1e-6
         )  # a root of rounding
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 3])
+def test_closed_forms_of_pairs_need_no_four_rows(n_rows):
+    sketch_ND = np.random.default_rng(1).standard_normal((n_rows, 2))
+    got = pair_moments(
+        PairSums.of([sketch_ND], sketch_ND.mean(axis=0)), "raw", parse_family("uniform:0.4"), "retained", "mean"
+    )
+    raw_B = (sketch_ND**2).sum(axis=1)  # round(0.4 n) is 1 at most: every subset is one row
+    assert got.mean_C[0] == pytest.approx(raw_B.mean())
+    assert got.std_C[0] == pytest.approx(raw_B.std(), abs=1e-9)
 
 
 @pytest.mark.parametrize("spelling", ["uniform:0.4", "bernoulli:0.4"])
@@ -112,3 +124,11 @@ def test_constant_components_standardise_to_zero_and_are_marked():
 def test_one_subset_cannot_standardise():
     with pytest.raises(SubsetError, match=r"\b1 subsets.*\b2\b"):
         sampled_moments([{"a": np.ones((1, 2))}])
+
+
+def test_large_bernoulli_families_stay_cheap_and_exact():
+    rows = StreamingMoments(5_000_000, np.array([0.1]), np.array([5_000_000.0]))
+    got = relevance_moments(rows, Family("bernoulli", fraction=0.3), "retained", "count")
+    assert got.mean_C[0] == pytest.approx(0.3 * 0.1 * 5_000_000, rel=1e-9)
+    second_moment = 1.0 + 0.1**2
+    assert got.std_C[0] == pytest.approx(math.sqrt(0.3 * 0.7 * 5_000_000 * second_moment), rel=1e-5)

@@ -275,6 +275,13 @@ def test_additive_retained_is_a_constant_minus_omitted(seed):
     np.testing.assert_allclose(retained, total_E + omitted, atol=1e-10)
 
 
+def test_an_empty_omitted_side_is_zero_not_nan():
+    weights_BN, sketch_ND = csr_array(np.ones((1, 4))), np.eye(4)
+    sums, corpus, weight_sums = reference.summed(weights_BN, sketch_ND)
+    got = sums.geometry(weight_sums, corpus, "omitted", "mean")
+    assert [float(got[kind][0]) for kind in KINDS] == [0.0] * 4
+
+
 def test_float32_sketches_are_summed_in_float64():
     """pair = raw - self: two numbers of 1e8 whose difference is exactly 0."""
     sketch_ND = np.zeros((20_000, 2), dtype=np.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
+from grasp.runs.alignment import Alignment
 from grasp.runs.calibration import WITHIN_SLICE_WEIGHT, SubsetFeaturizer, fit_outcomes, learning_curve
 from grasp.runs.imported_runs import bind_runs, row_weights
 from grasp.runs.table import RunTable
@@ -85,10 +87,34 @@ def test_a_learning_curve_rises_if_relevance_is_uninformative_and_ends_with_the_
     assert learning_curve(fit_outcomes(predictor, artifact, few)) is None
 
 
+def test_all_functions_agree_and_the_corpus_has_no_uncertainty(artifact, environment, ask):
+    topic = next(artifact.row_batches(["topic"])).column(0)[0].as_py()
+    dropped = ask(drop=f"topic = '{topic}'").to_pandas()
+    by = ask(by="topic").to_pandas().set_index(["value", "target"])
+    for _, line in dropped.iterrows():
+        same = by.loc[(topic, line["target"])]
+        for name in ("nats", "nats_low", "nats_high"):
+            assert line[name] == pytest.approx(same[name], abs=1e-5)
+        assert line["nats_low"] < line["nats"] < line["nats_high"]
+        assert line["nats"] == pytest.approx(SLOPE[line["target"]] * line["change"], abs=0.004)
+    everything = {"all": next(artifact.row_batches(["row_id"])).column(0).to_pylist()}
+    whole = ask(subsets=everything).to_pandas()
+    np.testing.assert_allclose(whole[["nats", "nats_low", "nats_high"]], 0.0, atol=1e-4)
+    assert any(note.startswith("nats, nats_low, nats_high: change in nats per token") for note in ask(by="topic").notes)
+
+
 def random_subsets(artifact, share, count):
     """Return the row ids of random subsets with a share of the rows, by name."""
     ids, rng = next(artifact.row_batches(["row_id"])).column(0).to_pylist(), np.random.default_rng(0)
     return {f"s{k}": rng.choice(ids, round(share * len(ids)), replace=False).tolist() for k in range(count)}
+
+
+def test_only_mixtures_far_from_the_runs_give_a_warning(artifact, ask):
+    assert not [note for note in ask(subsets=random_subsets(artifact, 0.95, 50)).notes if note.startswith("outside")]
+    ids = next(artifact.row_batches(["row_id"])).column(0).to_pylist()
+    (note,) = [note for note in ask(subsets={"one row": ids[:1]}).notes if note.startswith("outside")]
+    pattern = r"outside the range of the runs, .*: one row \(\d+\.\d times as far"
+    assert re.match(pattern, note)
 
 
 def test_units_have_no_interval(artifact, ask):
@@ -107,6 +133,13 @@ def test_held_out_runs_are_refused(artifact, tmp_path):
     assert any("no runs for boolq" in note for note in bound.notes)
 
 
+def test_runs_that_contradict_relevance_give_a_note(artifact, environment, tmp_path):
+    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
+    values = environment.utilities("sciq").values_BSE.mean(axis=(1, 2))
+    down = write_environment(tmp_path / "falls", artifact, lambda b, s, _: -values[b])
+    assert any("sciq: utilities do not increase" in note for note in fit_outcomes(predictor, artifact, down).notes)
+
+
 def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     runs, _ = imported()
     ask = functools.partial(predict, artifact, protocol=PROTOCOL, target="sciq")
@@ -121,6 +154,21 @@ def test_imported_runs_are_matched_by_label_in_their_own_unit(artifact):
     mixture = mix(artifact, "topic", "sciq", protocol=PROTOCOL, runs=runs)
     assert mixture.targets.column_names == ["target", "weight", "change", "acc", "acc_low", "acc_high"]
     assert mixture.summary()["runs_unit"] == "acc"
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "unit"),
+    [
+        ("sciq/loss", {}, "nats"),
+        ("sciq/perplexity", {}, "less_perplexity"),
+        ("sciq", {"higher": ["sciq"]}, "metric"),
+        ("sciq/acc_norm,none", {}, "acc_norm_none"),
+    ],
+)
+def test_columns_are_named_after_the_metric(artifact, metric, options, unit):
+    runs, _ = imported(metric=metric, **options)
+    table = predict(artifact, by="topic", protocol=PROTOCOL, target="sciq", runs=runs).table
+    assert table.column_names[-3:] == [unit, f"{unit}_low", f"{unit}_high"]
 
 
 def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, environment, tmp_path):
@@ -147,6 +195,17 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
     assert calibrate(art, runs).protocol.match == calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()
     assert "recipe imported" in page
+
+
+def test_evaluated_predictions_equal_those_of_predict(tmp_path):
+    artifact = write_artifact(tmp_path / "art", kernel="output_layer+embedding")
+    protocol = ScoringProtocol(name="p", match={"output_layer": 1.0, "embedding": 0.25}, negative=0.5)
+    alignment = Alignment.from_runs(bind_runs(artifact, imported(weights="times")[0]), artifact)
+    (bound,) = alignment.predict({"p": protocol}, alignment.runs.targets)
+    predictor = Predictor.from_artifact(artifact, protocol, ["sciq"])
+    (block,) = alignment.blocks
+    assert np.ptp(block.weights_BN.toarray()) > 0  # rows that are seen often count as less than so many
+    np.testing.assert_allclose(bound.task_B[alignment.runs.targets[0]], predictor.change(block.weights)[:, 0])
 
 
 def test_runs_that_lack_seeds_are_averaged(artifact):
@@ -294,6 +353,13 @@ def test_rows_are_selected_by_the_prediction_of_the_runs(artifact):
     assert f"{best[0]:+.4f} acc" in plain.guarantee  # printed with --notes
     with pytest.raises(SettingsError, match="cautious: requires `runs`"):
         choose(cautious=True)
+
+
+def test_runs_that_agree_with_relevance_do_not_change_the_selection(artifact, environment):
+    plain = select(artifact, "25%", "sciq", protocol=PROTOCOL, runs=environment)
+    baseline = select(artifact, "25%", "sciq", protocol=PROTOCOL)
+    overlap = len(set(plain.row_ids) & set(baseline.row_ids)) / len(baseline)
+    assert overlap >= 0.75  # what rows are chosen by within their topic counts less beside runs
 
 
 @pytest.mark.parametrize(("kernel", "weight"), [("output_layer", WITHIN_SLICE_WEIGHT), ("gradient", 1.0)])

@@ -15,7 +15,7 @@ from grasp.runs.evaluation import evaluate_predictions
 from grasp.runs.predictions import Predictions, sum_row_scores
 from grasp.runs.retrained import RetrainedRuns
 from grasp.targets.units import Unit, UnitSet
-from tests.runs.worlds import ROWS, create, result
+from tests.runs.worlds import ROWS, create, filled, result
 
 UNITS = (("sciq", "u0"), ("sciq", "u1"), ("sciq", "u2"), ("sciq@all", "u0"), ("sciq@all", "u1"))
 
@@ -61,6 +61,18 @@ def test_subsets_and_units_are_matched_by_name(env):
     assert mixed.aligned(right.subset_ids, "sciq", ("u0", "u1", "u2"))[0] == pytest.approx(right.values_BE[:, :3])
 
 
+def test_predictions_of_tasks_have_task_metrics_only(env):
+    right = truth(env)
+    tasks = {"sciq": right.values_BE[:, :3].mean(axis=1), "sciq@all": right.values_BE[:, 3:].mean(axis=1)}
+    predicted = Predictions("t", right.subset_ids, (), np.empty((10, 0)), tasks)
+    report = evaluate_predictions(env, [predicted], resamples=20)
+    row = report.methods[0].targets[1]
+    assert row["task_rho"].value == pytest.approx(1)
+    assert row["mean_lds"].value is None
+    assert row["mean_lds"].reason == "no predictions for units"
+    assert "no predictions for units: 2" in report.records()[1]["undefined_why"]
+
+
 @pytest.mark.parametrize("weighting", ["count", "mean"])
 def test_row_scores_are_summed_over_the_subset(env, weighting):
     scores = np.random.default_rng(5).normal(size=(30, 5)).astype(np.float32)
@@ -98,6 +110,23 @@ def test_incomplete_predictions_are_refused(env, b, e, value, message):
         evaluate_predictions(env, [predicted], resamples=9)
 
 
+def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_path):
+    flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
+    report = evaluate_predictions(env, [flat], resamples=9)
+    table = repr(report)
+    assert "undefined: task_rho of flat on sciq: predictions are constant" in table
+    assert "excluded: 3 of 3 units of sciq for flat: predictions are constant" in table
+    assert "nan" not in table
+    record = json.loads(report.to_json())["results"][0]
+    assert (record["task_rho"], record["task_rho_reason"]) == (None, "predictions are constant")
+    assert next(csv.DictReader(io.StringIO(report.to_csv())))["task_rho"] == ""
+    same = create(tmp_path / "same", n_subsets=4)
+    for run in same.pending():
+        same.write_run(run, np.full(5, -1.0))
+    ordered = Predictions("m", same.subset_ids, UNITS, np.arange(20.0).reshape(4, 5))
+    assert "task_rho of m on sciq: utilities are constant" in repr(evaluate_predictions(same, [ordered], resamples=9))
+
+
 def test_the_report_is_the_same_as_text_json_and_csv(env):
     other = Predictions("noise", env.subset_ids, UNITS, np.random.default_rng(7).normal(size=(10, 5)))
     report = evaluate_predictions(env, [truth(env), other], resamples=50)
@@ -111,6 +140,14 @@ def test_the_report_is_the_same_as_text_json_and_csv(env):
     assert records[0]["task_rho"] == pytest.approx(1)
     assert records[2]["task_rho"] == pytest.approx((records[0]["task_rho"] + records[1]["task_rho"]) / 2)
     assert "10 subsets, seeds 0, 1" in repr(report)
+
+
+def test_one_seed_and_held_out_targets_are_marked(tmp_path):
+    env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
+    report = evaluate_predictions(env, [truth(env)], resamples=9)
+    assert "sciq@all (held-out)" in repr(report)
+    assert "undefined: task_ceiling on sciq: one seed" in repr(report)
+    assert report.records()[0]["task_ceiling"] is None
 
 
 def test_unfinished_runs_are_evaluated_only_on_request_and_unknown_targets_never(env, tmp_path):

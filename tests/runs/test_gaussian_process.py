@@ -7,6 +7,7 @@ import pytest
 from scipy.optimize import approx_fprime
 from scipy.stats import spearmanr
 
+from grasp.errors import RunsError
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.marginal_likelihood import MarginalLikelihood, RunData
 from grasp.runs.subset_features import WITHIN_SLICE_SD, FeatureScales, SubsetFeatures
@@ -133,6 +134,25 @@ def test_unit_and_level_of_the_metric_do_not_matter() -> None:
     np.testing.assert_allclose(scaled[1], 100.0 * plain[1], rtol=1e-3)
 
 
+def test_value_that_saturates_is_learned_from_shares_alone() -> None:
+    rng = np.random.default_rng(3)
+    runs, rest = mixtures(40, rng), mixtures(300, rng)
+    noisy = saturating(runs) + 0.05 * rng.normal(size=(40, N_TASKS))
+    process = GaussianProcess.fit(SubsetFeatures.from_shares(runs, N_TASKS), noisy[:, None])
+    predicted, spread = process.predict(SubsetFeatures.from_shares(rest, N_TASKS))
+    linear = np.linalg.lstsq(runs - runs.mean(0), noisy - noisy.mean(0), rcond=None)[0]
+    assert rho(predicted, saturating(rest)) > 0.97 > rho(rest @ linear, saturating(rest)) + 0.03
+    inside = np.abs(predicted - saturating(rest)) <= process.quantile(0.9) * spread
+    assert 0.82 < inside.mean() <= 1.0
+
+
+def test_runs_say_which_kernel_counts() -> None:
+    features, utility_BT = world(140, seed=4)
+    process = GaussianProcess.fit(features.take(np.arange(24)), utility_BT[:24, None])
+    rest = features.take(np.arange(24, 140))
+    assert rho(process.predict(rest)[0], utility_BT[24:]) > rho(rest.relevance_BT, utility_BT[24:]) + 0.05
+
+
 def test_runs_that_are_noise_leave_relevance_as_it_is() -> None:
     rng = np.random.default_rng(5)
     features, utility_BT = world(104, seed=5)
@@ -141,6 +161,20 @@ def test_runs_that_are_noise_leave_relevance_as_it_is() -> None:
         process = GaussianProcess.fit(features.take(np.arange(k)), noisy[:k, None])
         rest = features.take(np.arange(20, 104))
         assert rho(process.predict(rest)[0], rest.relevance_BT) > 0.95
+
+
+def test_seeds_of_a_subset_tell_noise_of_training_apart() -> None:
+    rng = np.random.default_rng(6)
+    features, utility_BT = world(40, seed=6)
+    seeds = utility_BT[:, None] + 0.5 * rng.normal(size=(40, 3, N_TASKS))
+    process = GaussianProcess.fit(features, seeds)
+    noise_T = process.scale_T * np.sqrt(process.hyperparameters["seed noise"])
+    np.testing.assert_allclose(noise_T.mean(), 0.5, rtol=0.25)
+    averaged = GaussianProcess.fit(features, seeds.mean(axis=1, keepdims=True))
+    assert (
+        process.hyperparameters["noise"] * process.scale_T.mean() ** 2
+        < averaged.hyperparameters["noise"] * averaged.scale_T.mean() ** 2
+    )
 
 
 def test_intervals_widen_away_from_the_runs() -> None:
@@ -183,6 +217,12 @@ def test_rows_chosen_within_slices_widen_the_interval_by_what_no_run_had() -> No
     np.testing.assert_allclose(wide_BT[0] ** 2 - spread_BT[0] ** 2, added_T)
 
 
+def test_runs_that_came_out_alike_are_refused() -> None:
+    features, utility_BT = world(5)
+    with pytest.raises(RunsError, match="have the same utility"):
+        GaussianProcess.fit(features, np.ones_like(utility_BT)[:, None])
+
+
 STRAIGHT, LOGARITHMIC = (lambda share: 1.85 * share), (lambda share: 0.3 * np.log(share + 0.01))
 
 
@@ -206,3 +246,15 @@ def test_extrapolation_keeps_the_trend_and_its_interval_holds(curve, seed) -> No
     assert (np.diff(ignorance_B) > 0).all()
     assert ignorance_B[2] < 0.6  # 40 % has a number
     assert ignorance_B[-1] > 1.0  # nothing but this value has none
+
+
+def test_a_run_at_a_mixture_removes_what_was_unknown_of_it() -> None:
+    features, utility_BT = world(20)
+    process = GaussianProcess.fit(SubsetFeatures.from_shares(features.share_BG[:10], N_TASKS), utility_BT[:10, None])
+    far = SubsetFeatures.from_shares(np.eye(N_SLICES)[:1], N_TASKS)
+    away_BG = np.linspace(0.0, 1.0, 5)[:, None] * far.share_BG + np.linspace(1.0, 0.0, 5)[:, None] / N_SLICES
+    before_T = process.relative_uncertainty(far, 0.9)[0]
+    for task in range(N_TASKS):
+        after_B = process.relative_uncertainty_after(far, SubsetFeatures.from_shares(away_BG, N_TASKS), task, 0.9)
+        assert after_B[-1] == after_B.min()
+        assert after_B[-1] < before_T[task]

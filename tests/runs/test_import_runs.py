@@ -1,6 +1,7 @@
 """Import of runs from common file formats, and refusals."""
 
 import csv
+import json
 import re
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import grasp
 from grasp.errors import RunsError
+from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.runs.table import RunTable
 
 SHARES = [["run", "wiki", "code", "books"], ["a", 0.5, 0.3, 0.2], ["b", 0.1, 0.1, 0.8], ["c", 0.0, 1.0, 0.0]]
@@ -66,6 +68,16 @@ def test_one_wide_table_with_seeds_and_sizes(tmp_path):
     assert reopened.results.equals(runs.results)
 
 
+def test_parameters_and_tokens_of_a_run_are_stored(tmp_path):
+    lines = [[*line, f"{k}e6", 2e9 * k] for k, line in enumerate(LOSSES)]
+    lines[0][-2:] = ["params", "train_tokens"]
+    read(tmp_path, losses=lines, out=tmp_path / "runs")
+    runs = grasp.open_runs(tmp_path / "runs")
+    of_run = {line["subset_id"]: (line["params"], line["tokens"]) for line in runs.results.to_pylist()}
+    assert of_run == {"a": (1e6, 2e9), "b": (2e6, 4e9), "c": (3e6, 6e9)}
+    assert len(runs.sizes) == 3  # without another column, the parameters are the size
+
+
 def test_sizes_are_compared_by_their_ranking_of_common_runs():
     shares = pa.table({"run": list("abcde"), "x": [0.1, 0.2, 0.3, 0.4, 0.5], "y": [0.9, 0.8, 0.7, 0.6, 0.5]})
     results = pa.table(
@@ -77,6 +89,18 @@ def test_sizes_are_compared_by_their_ranking_of_common_runs():
     assert (table, other, n) == ("1M", "60M", 4)
     assert rho == pytest.approx((0.8 + 1.0) / 2)
     assert re.search(r"1M +60M +4 +0.900", repr(runs))
+
+
+def test_metric_directions_are_read_from_a_directory_of_the_harness(tmp_path):
+    for run, acc in (("a", 0.4), ("b", 0.5), ("c", 0.25)):
+        results = {"sciq": {"alias": "sciq", "acc,none": acc, "acc_stderr,none": 0.01, "odd,none": 1 - acc}}
+        place = tmp_path / "harness" / run / "model"
+        place.mkdir(parents=True)
+        better = {"sciq": {"acc": True, "odd": False}}
+        (place / "results_1.json").write_text(json.dumps({"results": results, "higher_is_better": better}))
+    runs = grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
+    assert runs.info.metrics == {"sciq/acc": "higher", "sciq/odd": "lower"}
+    np.testing.assert_allclose(runs.utility_RST()[:, 0], [[0.4, -0.6], [0.5, -0.5], [0.25, -0.75]])
 
 
 def test_both_exports_of_wandb(tmp_path):
@@ -121,6 +145,19 @@ def test_names_of_one_wide_table_are_those_of_the_artifact_and_percent_become_sh
         assert few.metrics == names
     with pytest.raises(RunsError, match=r"103 .* its 3 columns are train_code 75, train_wiki 25, eval/arc/loss 3;"):
         grasp.import_runs(source, label="source", metrics=["*acc"])
+
+
+def test_a_prefix_that_belongs_to_the_names_remains(tmp_path):
+    lines = [["run", "cc_web", "cc_books", "sciq/acc", "sciq/loss"], ["a", 0.5, 0.5, 0.4, 3], ["b", 1, 0, 0.5, 2]]
+    source = write(tmp_path / "w.csv", lines)
+    runs = grasp.import_runs(source, label="source", columns=["cc_*"], metrics=["sciq/*"])
+    assert (runs.values, runs.metrics) == (("cc_web", "cc_books"), ("sciq/acc", "sciq/loss"))
+
+
+def test_shares_with_a_sum_close_to_one_are_normalised(tmp_path):
+    near = changed(SHARES, 1, 1, 0.505)
+    np.testing.assert_allclose(read(tmp_path, shares=near).weights_RG().sum(axis=1), 1.0)
+    assert read(tmp_path, shares=changed(SHARES, 1, 1, 4.0), weights="times").weights_RG()[0, 0] == 4.0
 
 
 def with_column(name, value):
@@ -195,6 +232,43 @@ def test_invalid_harness_results_are_refused(tmp_path, text):
         grasp.import_runs(write(tmp_path / "m.csv", SHARES), tmp_path / "harness", label="source")
 
 
+def signed_again(path, **changes):
+    """Rewrite environment.json with a valid checksum, as its owner could."""
+    raw = json.loads((path / "environment.json").read_text()) | {"checksum": UNSIGNED}
+    raw["files"] = {name: entry_of(path / name).model_dump() for name in raw["files"]}
+    (path / "environment.json").write_bytes(with_checksum(json.dumps(raw | changes, indent=1).encode()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metrics": {"acc": "higher"}}, "metric 'val_loss/sciq' is missing"),
+        ({"label": None}, "label: missing, expected one for shares"),
+        ({"files": {}}, "lists no subsets.parquet"),
+        ({"files": {"../../x": {"bytes": 1, "checksum": ""}}}, "files.../../x"),
+        ({"kind": "code"}, "kind: Input should be"),
+        ({}, "cannot be read as Parquet: "),
+    ],
+)
+def test_untrusted_runs_are_validated(tmp_path, changes, message):
+    read(tmp_path, out=tmp_path / "runs")
+    if not changes:
+        pq.write_table(pa.table({"run": ["a"]}), tmp_path / "runs" / "utilities.parquet")
+    signed_again(tmp_path / "runs", **changes)
+    with pytest.raises(RunsError, match=re.escape(message)):
+        grasp.open_runs(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("name", ["environment.json", "subsets.parquet", "utilities.parquet"])
+def test_a_flipped_bit_in_stored_runs_is_found(tmp_path, name):
+    read(tmp_path, out=tmp_path / "runs")
+    whole = (tmp_path / "runs" / name).read_bytes()
+    for place in range(0, len(whole), max(1, len(whole) // 40)):
+        (tmp_path / "runs" / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(RunsError):
+            grasp.open_runs(tmp_path / "runs")
+
+
 def test_directions_and_patterns_can_be_set(tmp_path):
     odd = changed(LOSSES, 0, 2, "wobble")
     assert read(tmp_path, losses=odd, lower=["wob*"]).info.metrics["wobble"] == "lower"
@@ -216,6 +290,12 @@ def test_standard_errors_are_left_out_with_a_note(tmp_path):
     wide = [[*shares, *line[1:]] for shares, line in zip(SHARES, lines, strict=True)]
     imported = grasp.import_runs(write(tmp_path / "wide.csv", wide), label="source", metrics=["exam/acc"])
     assert imported.values == ("wiki", "code", "books")
+
+
+def test_the_name_of_a_task_is_no_metric(tmp_path):
+    names = ["run", "translation_error_detection/acc", "accounting/loss"]
+    runs = read(tmp_path, losses=[names, ["a", 0.4, 0.9], ["b", 0.5, 80.0], ["c", 0.6, 70.0]])
+    assert runs.info.metrics == {names[1]: "higher", names[2]: "lower"}
 
 
 def test_what_shares_are_shares_of_is_stored(tmp_path):

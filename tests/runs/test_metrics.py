@@ -80,6 +80,14 @@ def test_resampled_pairwise_accuracy_is_that_of_the_subsets_drawn():
         assert got == pytest.approx(m.pairwise_accuracy(x[drawn], y[drawn], np.ones((1, 9)))[0])
 
 
+def test_bootstrap_weights_are_draws_with_replacement_and_named():
+    weights = bootstrap_weights(40, resamples=500, seed=3)
+    assert (weights.sum(axis=1) == 40).all()
+    np.testing.assert_allclose(weights.mean(axis=0), 1, atol=0.2)
+    np.testing.assert_array_equal(weights, bootstrap_weights(40, resamples=500, seed=3))
+    assert (weights != bootstrap_weights(40, resamples=500, seed=4)).any()
+
+
 def test_intervals_cover_the_truth_of_a_planted_world():
     """Bivariate normal: Spearman = 6/pi asin(r/2), pairwise accuracy = 1/2 + asin(r)/pi."""
     rng, r, worlds = np.random.default_rng(7), 0.6, 150
@@ -97,6 +105,20 @@ def test_intervals_cover_the_truth_of_a_planted_world():
     share = hits / worlds
     assert (share > 0.90).all(), share
     assert (share < 0.99).all(), share
+
+
+def test_interval_of_the_positive_fraction_covers_its_expectation():
+    rng, worlds = np.random.default_rng(8), 60
+    strength = np.linspace(-0.1, 0.5, 40)
+    weights = bootstrap_weights(48, resamples=200)
+    got = []
+    for _ in range(worlds):
+        shared = rng.normal(size=(48, 1))
+        x = 0.6 * shared + 0.8 * rng.normal(size=(48, 40))
+        y = strength * x + np.sqrt(1 - strength**2) * rng.normal(size=(48, 40))
+        got.append(m.target_metrics("t", x, y[:, None], weights)["positive"])
+    truth = np.mean([estimate.value for estimate in got])
+    assert np.mean([estimate.low <= truth <= estimate.high for estimate in got]) > 0.88
 
 
 @pytest.mark.parametrize("n_seeds", [2, 3, 5])
@@ -121,6 +143,20 @@ def test_the_truth_scores_at_its_ceiling_on_task_and_units():
     assert got["task_ceiling"].low < got["task_ceiling"].value < got["task_ceiling"].high
 
 
+def test_one_seed_has_no_ceiling():
+    rng = np.random.default_rng(2)
+    got = m.target_metrics("t", rng.normal(size=(9, 2)), rng.normal(size=(9, 1, 2)), bootstrap_weights(9, resamples=9))
+    assert got["task_ceiling"] == m.Estimate(None, reason=m.SINGLE_SEED)
+
+
+def test_seeds_that_contradict_each_other_have_no_ceiling():
+    x = np.arange(10.0)
+    realized = np.stack([x, -x + 0.1 * x**2], axis=1)[:, :, None]
+    ceilings = m.noise_ceilings(realized, bootstrap_weights(10, resamples=20))
+    assert ceilings["task_ceiling"].value is None
+    assert "do not agree" in ceilings["task_ceiling"].reason
+
+
 def test_constant_predictions_are_undefined_and_say_so():
     rng = np.random.default_rng(4)
     got = m.target_metrics("t", np.ones((8, 3)), rng.normal(size=(8, 2, 3)), bootstrap_weights(8, resamples=9))
@@ -132,10 +168,33 @@ def test_constant_predictions_are_undefined_and_say_so():
     assert m.average([got])["task_rho"].reason == "undefined on t"
 
 
+def test_constant_units_are_counted_and_left_out():
+    rng = np.random.default_rng(6)
+    predicted, realized = rng.normal(size=(10, 4)), rng.normal(size=(10, 2, 4))
+    predicted[:, 1], realized[:, :, 2] = 3.0, -1.5
+    got = m.target_metrics("t", predicted, realized, bootstrap_weights(10, resamples=9))
+    assert got.undefined_units == {"predictions are constant": 1, "utilities are constant": 1}
+    rho_E = m.spearman(predicted, realized.mean(axis=1))
+    np.testing.assert_array_equal(np.isnan(rho_E), [False, True, True, False])
+    assert got["mean_lds"].value == pytest.approx(np.mean(rho_E[[0, 3]]))
+    assert got["positive"].value == pytest.approx(np.mean(rho_E[[0, 3]] > 0))
+
+
 def test_two_subsets_are_too_few():
     got = m.target_metrics("t", np.eye(2), np.eye(2)[:, None], bootstrap_weights(2, resamples=4))
     assert got["task_rho"].reason == got["task_ceiling"].reason.replace(m.SINGLE_SEED, m.TOO_FEW_SUBSETS)
     assert got.undefined_units == {m.TOO_FEW_SUBSETS: 2}
+
+
+def test_a_task_prediction_of_its_own_moves_task_metrics_only():
+    rng = np.random.default_rng(9)
+    predicted, realized = rng.normal(size=(20, 3)), rng.normal(size=(20, 2, 3))
+    utility = realized.mean(axis=(1, 2))
+    weights = bootstrap_weights(20, resamples=9)
+    plain = m.target_metrics("t", predicted, realized, weights)
+    got = m.target_metrics("t", predicted, realized, weights, task_predicted_B=utility)
+    assert got["task_rho"].value == pytest.approx(1) == got["pairwise"].value
+    assert got["mean_lds"] == plain["mean_lds"]
 
 
 def test_average_over_targets_resamples_them_together():

@@ -12,12 +12,15 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 
+import grasp
+from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.corpus.documents import Corpus
 from grasp.corpus.sources import open_source
 from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.files import entry_of, temporary_path
+from grasp.runs.imported_runs import row_weights
 from grasp.select.budget import load_exclusions
 from grasp.select.export import (
     DocumentSelection,
@@ -313,6 +316,26 @@ def test_exclusion_lists_name_rows_or_documents(tmp_path):
     np.testing.assert_array_equal(mask_N, [row["doc_id"] == rows[5]["doc_id"] for row in rows])
 
 
+def test_an_id_names_all_rows_of_its_document(tmp_path):
+    corpus = [{"id": f"doc{i}", "text": " ".join(["word"] * 30)} for i in range(3)]
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", corpus))
+    rows = artifact.rows(np.arange(artifact.n_rows)).to_pylist()
+    of_document_N = [row["row_id"].split("#")[0] == "doc1" for row in rows]
+    assert sum(of_document_N) > 1
+    assert LabelTable(artifact.rows_path).matching("doc_id = 'doc1'").mask_N.tolist() == of_document_N
+    (tmp_path / "list.txt").write_text("doc1\n")
+    assert load_exclusions(artifact, tmp_path / "list.txt")[0].tolist() == of_document_N
+    assert load_exclusions(artifact, ["doc1"])[0].tolist() == of_document_N
+    table = pa.table({"run": ["a", "b"], "doc_id": ["doc1", "doc2"]})
+    runs = grasp.import_runs(table, pa.table({"run": ["a", "b"], "sciq/acc": [0.1, 0.2]}))
+    (block,), notes = row_weights(runs, artifact)
+    assert block.weights_BN.toarray()[0].tolist() == of_document_N
+    assert notes == [f"the names are read as 2 documents, with {2 * sum(of_document_N)} rows"]
+    # a table of selected rows names rows
+    pq.write_table(pa.table({"row_id": ["doc1"], "doc_id": ["doc1"]}), tmp_path / "rows.parquet")
+    assert load_exclusions(artifact, tmp_path / "rows.parquet")[0].tolist() == [row["row_id"] == "doc1" for row in rows]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -331,6 +354,23 @@ def test_exclusion_lists_that_are_none(name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SettingsError, match=f"{name}: .*{message}"):
         load_exclusions(artifact, tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "written"),
+    [
+        ({"text": "some words 2"}, {}, {"text": "some words 2"}),
+        ({"body": "some words 2"}, {"text_column": "body"}, {"body": "some words 2"}),
+        ({"input_ids": [3, 4, 5]}, {}, {"input_ids": [3, 4, 5], "text": "3 4 5"}),  # decoded
+        ({"text": "a", "effect": "high", "order": 7}, {}, {"effect": -2.0, "effect_": "high", "order": 0, "order_": 7}),
+    ],
+)
+def test_columns_of_the_corpus_keep_their_names_next_to_added_columns(names, settings, written, tmp_path):
+    first = [{name: value if name != "input_ids" else [1, 2] for name, value in names.items()}] * 2
+    artifact = build(tmp_path, write_jsonl(tmp_path / "c.jsonl", [*first, names]), **settings)
+    (line,) = export(artifact, [2], tmp_path / "kept", "jsonl")
+    assert line.items() >= written.items()
+    assert ("text" in line) == ("body" not in names)
 
 
 NESTED = [
@@ -368,3 +408,19 @@ def test_rows_keep_the_other_columns_of_their_records(suffix, kind, tmp_path, mo
     columns = ["metadata.source", "tags", "extra.lang"]
     labels = artifact.rows(chosen).select(columns).to_pylist()
     assert rebuilt.rows(np.arange(rebuilt.n_rows)).select(columns).to_pylist() == labels
+
+
+def test_rows_keep_the_names_of_classes(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    classes = datasets.ClassLabel(names=["neg", "pos"])
+    names = {"text": datasets.Value("string"), "label": classes, "order": classes}
+    table = {"text": texts(9), "label": [0, 1, 0] * 3, "order": [1, 0, 0] * 3}
+    datasets.Dataset.from_dict(table, features=datasets.Features(names)).to_parquet(tmp_path / "c.parquet")
+    artifact = build(tmp_path, tmp_path / "c.parquet")
+    row_index = np.arange(artifact.n_rows)
+    with rows_and_corpus(artifact) as (rows, corpus):
+        tables = row_tables(artifact, rows, corpus, row_index, np.ones(len(row_index)), Numbers)
+        write_corpus(tmp_path / "out", FileFormat(), "rows", tables, 0, {})
+    read_back = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    features = {name: read_back.features[name] for name in ("label", "order", "order_")}
+    assert features == {"label": classes, "order": datasets.Value("int64"), "order_": classes}

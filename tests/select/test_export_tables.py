@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grasp.corpus import RowStore
+from grasp.corpus import RowStore, read_documents
 from grasp.corpus.values import plain_values
 from grasp.errors import CorpusError
 from grasp.select.export import iter_records
 from grasp.select.export_tables import table_of_records, to_readable_table
 from grasp.select.record_files import FileFormat, write_corpus
-from tests.corpus.test_documents import ODD_NAMES, write_folders
-from tests.corpus.world import Words, settings_for, write_parquet
+from tests.corpus.test_documents import CHATS, ODD_NAMES, plain_chats, write_folders
+from tests.corpus.world import Words, settings_for, write_jsonl, write_parquet
 
 datasets = pytest.importorskip("datasets")
 FORMATS = ["parquet", "jsonl", "datasets"]
@@ -69,6 +69,17 @@ def test_records_are_the_same_json_again_from_a_table(values):
     else:  # scalars have the type of a label
         assert [value is None for value in stored] == [value is None for value in values]
         assert len({type(value) for value in stored if value is not None}) <= 1
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_conversation_says_the_same_from_its_export(tmp_path, kind, write):
+    path = write(tmp_path / f"c.{'jsonl' if write is write_jsonl else 'parquet'}", CHATS)
+    expected = plain_chats(read_documents(settings_for(write_jsonl(tmp_path / "as-lines.jsonl", CHATS))))
+    export(path, tmp_path / "kept", kind)
+    assert plain_chats(read_documents(settings_for(tmp_path / "kept"))) == expected
+    if write is write_jsonl:  # no null member is added, which trainers may write into the text
+        assert load(tmp_path / "kept", kind, tmp_path / "cache").to_list() == CHATS
 
 
 MOMENT = datetime.datetime(2024, 1, 1)
@@ -227,3 +238,16 @@ def test_names_of_classes_and_images_survive(tmp_path, saved, kind):
     read_back = load(tmp_path / "out", kind, tmp_path / "cache")
     assert {name: read_back.features[name] for name in FEATURES} == FEATURES
     assert read_back.with_format("arrow")[:] == labelled().with_format("arrow")[:]
+
+
+def test_classes_of_several_names_have_none(tmp_path):
+    """Files that give one number different names keep their numbers; other columns keep their features."""
+    (tmp_path / "c").mkdir()
+    for k, names in enumerate((["neg", "pos"], ["no", "yes"])):
+        table = labelled().cast_column("label", datasets.ClassLabel(names=names))
+        table.to_parquet(tmp_path / "c" / f"{k}.parquet")
+    export(tmp_path / "c", tmp_path / "out", "parquet")
+    read_back = load(tmp_path / "out", "parquet", tmp_path / "cache")
+    assert read_back.features["label"] == datasets.Value("int64")
+    assert read_back.features["pic"] == datasets.Image()
+    assert read_back["label"][:] == [0, 1, 0, 1] * 2

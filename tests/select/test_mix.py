@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from grasp.errors import SettingsError
-from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
+from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, RepetitionLaw
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import Weights
@@ -170,6 +170,22 @@ def test_no_feasible_direction_improves_the_solution(seed, n, scale, distance):
     if far is not None:
         assert 0.5 * np.abs(p_G - current_G).sum() <= far + 1e-6
     assert best_linear(problem, linear_G) - linear_G @ p_G <= 1e-5 * scale
+
+
+def test_without_bounds_the_last_row_of_every_slice_that_helps_is_worth_the_same():
+    """exposure'(times) (m + b) is alike where slices lie inside, and less at 0; what hurts most goes."""
+    source = World()
+    tokens = float(source.tokens.sum())
+    got, slices = mixed(source, protocol(), train_tokens=30 * tokens), slices_of(source)
+    effect_N = predictor_of(source, protocol(), ["sciq"]).effect_NT[:, 0]
+    mean_G = np.array([effect_N[slices.codes_N == g].mean() for g in range(4)])
+    times_G = got.table["times_as_often"].to_numpy()
+    slope_G = (mean_G + NEW_ROW_VALUE) * np.exp(-30 * times_G / REPEAT_WORTH)
+    inside_G = times_G > 0
+    assert inside_G.sum() > 1
+    assert (times_G[mean_G < -NEW_ROW_VALUE] == 0).all()
+    np.testing.assert_allclose(slope_G[inside_G], slope_G[inside_G].mean(), rtol=0.3)  # straight pieces
+    assert got.optimum == "optimal"
 
 
 @settings(max_examples=25)

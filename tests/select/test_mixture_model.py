@@ -13,6 +13,7 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.select.mixture_model import MixtureModel
+from grasp.select.proposals import most_informative
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact
 
@@ -84,6 +85,19 @@ def test_the_joint_posterior_agrees_with_single_predictions():
     assert noise >= noise_variance
 
 
+def test_proposals_differ(runs):
+    model = MixtureModel.from_runs(runs, "sciq/loss")
+    share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
+    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), 6, np.random.default_rng(0))
+    assert len(set(picked)) == len(picked) <= 6
+    assert min(gains[1:], default=1.0) > 0  # no run that is not expected to change the result
+    noisy = MixtureModel.from_runs(runs_of(model.share_RG, noise=0.5), "sciq/loss")
+    picked, gains = most_informative(noisy.gaussian_process, noisy.features(share_BG), 6, np.random.default_rng(0))
+    assert len(set(picked)) == 6
+    assert min(gains) > 0
+    assert gains == sorted(gains, reverse=True)
+
+
 def test_commands_predict_mix_and_propose(runs, tmp_path):
     runs.save(tmp_path / "runs")
     artifact = write_artifact(tmp_path / "art")
@@ -103,6 +117,17 @@ def test_commands_predict_mix_and_propose(runs, tmp_path):
     assert printed[6].startswith("gain: expected increase of the optimum")
     assert max(map(len, printed)) <= 140
     assert "--art" in refused("runs", "propose", tmp_path / "runs", "--subsets", tmp_path / "x.parquet")
+
+
+def test_a_value_without_a_column_has_share_zero_and_uncovered_values_are_reported():
+    narrow = runs_of(0.05 + 0.85 * np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS))
+    prediction = grasp.predict_runs(narrow, pa.table({"mixture": ["bold"], "games": [0.5], "science": [0.5]}))
+    full = grasp.predict_runs(narrow, mixtures(np.array([[0.5, 0.5, 0.0]])))
+    assert prediction.to_pandas()["expected"].to_list() == full.to_pandas()["expected"].to_list()
+    assert re.search(
+        r"outside the range of the runs, so the interval is wider: bold \(travel 0%, in the runs \d% to",
+        str(prediction),
+    )
 
 
 def few_linear_runs(seed=0, n_runs=12, top=0.22):

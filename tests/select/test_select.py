@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from grasp.api.score import score
 from grasp.artifact.rows import ranked
 from grasp.errors import SettingsError
 from grasp.predict.predictor import NEW_ROW_VALUE, RepetitionLaw
@@ -47,6 +48,27 @@ def test_the_change_equals_that_of_predict_by_the_additive_part(components, budg
     place = got.curve.rows.index(len(got))
     assert got.curve.value[place] == pytest.approx(got.value, rel=1e-6, abs=1e-6)
     assert got.curve.tokens[place] == got.n_tokens
+
+
+def test_rows_are_in_the_order_of_score():
+    source, chosen = World(), protocol(match={"output_layer": 1.0, "embedding": 1.0}, negative=0.25)
+    got = selected(source, chosen, "15")
+    assert got.row_ids == score(source, "sciq", protocol=chosen, top=15).table["row_id"].to_pylist()
+
+
+def test_the_curve_shows_the_last_row_and_all_rows_at_every_budget():
+    source, chosen = World(), protocol()
+    got = selected(source, chosen, "10", "sciq=1,boolq=3")
+    effect_N = predictor_of(source, chosen, ["sciq", "boolq"]).effect_NT @ [0.25, 0.75]
+    order = np.argsort(-effect_N, kind="stable")
+    assert got.curve.rows == tuple(range(1, 41))
+    np.testing.assert_allclose(got.curve.effect, effect_N[order], rtol=1e-6)
+    means = np.cumsum(effect_N[order]) / np.arange(1, 41)
+    np.testing.assert_allclose(got.curve.value, means, rtol=1e-5, atol=1e-6)
+    above = int((effect_N > 0).sum())
+    assert f"{above:,} of the 40 candidate rows are above the corpus average" in got.notes
+    assert "last row" in got._shown_curve()
+    assert got.table.column_names[3:5] == ["order", "effect"]
 
 
 @pytest.mark.parametrize("epochs", [0.05, 0.5, 3.0])
@@ -172,6 +194,25 @@ KNOWN = ("sciq", "boolq", "a,b", "a", "x=2", "a=1e308")
 
 
 @pytest.mark.parametrize(
+    ("targets", "want"),
+    [
+        ("sciq", {"sciq": 1.0}),
+        ("sciq=2, boolq = 1", {"sciq": 2 / 3, "boolq": 1 / 3}),
+        ("a,b", {"a,b": 1.0}),
+        ("a,b=3,sciq", {"a,b": 0.75, "sciq": 0.25}),
+        ("a,sciq", {"a": 0.5, "sciq": 0.5}),
+        ("x=2=3,sciq=1", {"x=2": 0.75, "sciq": 0.25}),
+        ("sciq=1e308,boolq=1e308", {"sciq": 0.5, "boolq": 0.5}),
+        (["a,b", "sciq"], {"a,b": 0.5, "sciq": 0.5}),
+        ({"sciq": 1e308, "boolq": 1e308}, {"sciq": 0.5, "boolq": 0.5}),
+    ],
+)
+def test_targets_have_their_names_and_weights_sum_to_1(targets, want):
+    assert weighted_targets(targets, KNOWN) == want
+    assert weighted_targets(None, ["sciq"]) == {"sciq": 1.0}  # the only one need not be named
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("arc", "'arc'.*sciq"),
@@ -255,3 +296,20 @@ def test_a_budget_that_looks_like_a_share_gives_a_note():
     first = {budget: selected(source, protocol(), budget).notes[0] for budget in ("20", 20, "20%", "20rows", "21")}
     assert first["20"] == first[20] == "budget: 20 is read as rows, 1.00% of the corpus; for 20 %, pass 20%"
     assert not any(first[budget].startswith("budget:") for budget in ("20%", "20rows", "21"))
+
+
+@pytest.mark.parametrize("documents", [None, "all"])
+def test_a_selection_beyond_the_rows_above_average_recommends_a_smaller_one(documents):
+    source, kind = World(), "documents" if documents else "rows"
+    got = selected(source, protocol(), "80%", documents=documents)
+    above = got.facts.above_average
+    count = "16" if documents else "32"
+    assert 0 < above < int(count)
+    assert got.notes[0] == (
+        f"only {above} of the {got.facts.candidates} candidate {kind} are above the corpus average, but {count} are "
+        f"selected: --budget {above}{kind} leaves out the others"
+    )
+    smaller = selected(source, protocol(), f"{above}{kind}", documents=documents)
+    assert not any(note.startswith("only") for note in smaller.notes)
+    assert smaller.row_ids == got.row_ids[: len(smaller)]
+    assert smaller.value > got.value

@@ -1,5 +1,7 @@
 """Files of an export have the size that was requested, and together hold every record once, in order."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +75,24 @@ def test_no_file_is_larger(tmp_path, kind):
     assert [d.text for d in read_documents(settings_for(tmp_path / "out"))] == texts
 
 
+@settings(max_examples=15, deadline=None)
+@given(blocks=st.lists(st.integers(1, 9), min_size=1, max_size=5), most=st.integers(1, 4_000))
+def test_parquet_files_are_filled_up_to_the_size_of_their_tables(tmp_path_factory, blocks, most):
+    place = tmp_path_factory.mktemp("export") / "out"
+    rng = np.random.default_rng(sum(blocks))
+    tables = [pa.table({"text": [rng.bytes(rng.integers(500)).hex() for _ in range(n)]}) for n in blocks]
+    files = written(place, FileFormat("parquet"), tables, ShardSize(n_bytes=most))
+    shards = [pq.read_table(file)["text"].to_pylist() for file in files]
+    assert [text for shard in shards for text in shard] == [
+        text for table in tables for text in table["text"].to_pylist()
+    ]
+    # characters and offsets of 4 bytes, with one more offset for each block
+    sizes = [sum(len(text) + 4 for text in shard) for shard in shards]
+    assert all(n_bytes <= most or len(shard) == 1 for n_bytes, shard in zip(sizes, shards, strict=True))
+    slack = 4 * len(blocks)
+    assert all(n + len(shard[0]) + 4 + slack > most for n, shard in zip(sizes, shards[1:], strict=False))
+
+
 RECORDS = [
     {"text": 'He said "a, b"\tand\nleft.\r\n', "tags": ["x", "y"], "meta": {"url": "http://a.b"}, "score": 0.5},
     {"text": "  two  ", "tags": [], "meta": {"url": "http://c.d"}, "score": 2.0},
@@ -93,3 +113,22 @@ def test_text_files_give_the_records_again(tmp_path, kind, compression):
     # the format of a corpus is recognised again
     assert FileFormat.parse("source", open_source(str(tmp_path / "out"))) == form
     assert FileFormat.parse("jsonl", open_source(str(tmp_path / "out"))).compression == compression
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_datasets_loads_every_format(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    records = [{"text": f"text: {record['text']}", "score": record["score"]} for record in RECORDS]
+    files = [str(file) for file in written(tmp_path / "out", FileFormat(kind), records, ShardSize(2))]
+    builder = {"jsonl": "json", "tsv": "csv"}.get(kind, kind)
+    options = {"sep": "\t"} if kind == "tsv" else {}
+    loaded = datasets.load_dataset(builder, data_files=files, split="train", cache_dir=str(tmp_path / "c"), **options)
+    assert loaded.to_list() == records
+
+
+@pytest.mark.parametrize("name", ["arrow", "jsonl.gz", ""])
+def test_unknown_formats_are_refused(tmp_path, name):
+    written(tmp_path / "out", FileFormat("jsonl"), RECORDS, ShardSize())
+    expected = f"format: got {name!r}, expected one of source, parquet, jsonl, json, csv, tsv, datasets"
+    with pytest.raises(SettingsError, match=re.escape(expected)):
+        FileFormat.parse(name, open_source(str(tmp_path / "out")))

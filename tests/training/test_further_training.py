@@ -11,6 +11,7 @@ from grasp.seeds import stream
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.training.further_training import FurtherTraining, dpo_backward, margins
+from grasp.training.row_order import row_order
 from tests.training.unrolled import RECIPE, VOCAB, tiny_model
 
 
@@ -114,3 +115,19 @@ def test_a_subset_is_trained_on_as_by_a_plain_loop(batch_rows):
             step += 1
     for (name, value), expected in zip(trained.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_row_of_double_weight_is_seen_twice_as_often():
+    recipe = RUN.model_copy(update={"num_train_epochs": 40.0})
+    batches = recipe.batches(row_order(np.array([1.0, 0.5, 0.5, 0.0, 1.0]), seed=0), 4)
+    assert [len(batch) for batch in batches] == [2] * 80  # as many steps as with a mask of four rows
+    counts = np.bincount(np.concatenate(batches), minlength=5)
+    np.testing.assert_allclose(counts / counts[0], [1, 0.5, 0.5, 0, 1], atol=0.03)
+
+
+def test_training_on_pairs_raises_their_margins():
+    pairs, model = Rows(), tiny_model()
+    before = [float(margin(model, pairs.shard(0), i).detach()) for i in range(5)]
+    trained = FurtherTraining(model, RUN.model_copy(update={"num_train_epochs": 20.0}), pairs).train(None, 0)
+    after = [float(margin(trained, pairs.shard(0), i).detach()) for i in range(5)]
+    assert np.mean(np.array(after) - before) > 1.0

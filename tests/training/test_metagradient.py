@@ -7,6 +7,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from grasp.errors import ModelError
 from grasp.models.gradients import Example
@@ -23,7 +24,7 @@ from grasp.training.trajectory import Trajectory
 from tests.faults import Killed
 from tests.mentions import assert_mentions
 from tests.models.toy import RECIPE as SCRATCH
-from tests.models.toy import corpus, units
+from tests.models.toy import InMemoryRows, corpus, units
 from tests.training.unrolled import (
     RECIPE,
     a_batch,
@@ -135,6 +136,19 @@ def test_retraining_with_a_changed_row_weight_changes_the_utility_by_the_derivat
         np.testing.assert_allclose(derivative_NT[row], measured_T, rtol=0, atol=1e-6 * np.abs(derivative_NT).max())
 
 
+def test_a_head_that_runs_on_few_positions_has_the_gradient_of_autograd(monkeypatch):
+    training = AdamWTraining(tiny_model(tied=True), RECIPE)
+    ids_BL, weight_BL = a_batch()
+    logits_PV, labels = training.label_logits(ids_BL, weight_BL)
+    expected_B = labels.row_losses(logits_PV)
+    expected = torch.autograd.grad(expected_B.sum(), training.parameters)
+    monkeypatch.setattr("grasp.training.adamw.CHUNK_POSITIONS", 3)
+    loss_B = training.backward(ids_BL, weight_BL)
+    np.testing.assert_allclose(loss_B, expected_B.detach(), rtol=1e-12)
+    for gradient, wanted in zip(training.gradients(), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
+
+
 # ------------------------------------------------------------------------------------------------------- curvature
 
 
@@ -242,6 +256,19 @@ def test_results_of_a_target_do_not_depend_on_other_targets_of_the_replay():
         np.testing.assert_array_equal(single.drawn_KBT[..., 0], together.drawn_KBT[..., t])
         # one is differentiated by differences, several by gradients of rows
         np.testing.assert_allclose(single.probe_MNT[..., 0], together.probe_MNT[..., t], atol=1e-8)
+
+
+def test_a_short_batch_ends_an_epoch():
+    order = [index_B[: 2 + step % 2] for step, index_B in enumerate(some_order())]
+    model, rows = tiny_model(), some_rows()
+    whole = Trajectory(AdamWTraining(copy.deepcopy(model), RECIPE), rows, order)
+    whole.train()
+    result = metagradient(whole, some_targets(), MetagradientSettings(relative_step=1e-5, root_share=0.0))
+    short = np.isnan(result.drawn_KBT[..., 0])
+    assert short.tolist() == (result.order_KB < 0).tolist() == [[False, False, step % 2 == 0] for step in range(5)]
+    whole.retrain(np.where(np.arange(8) == order[1][2], 1 + 1e-6, 1.0))
+    moved_T = utilities(whole.training, some_targets()) - result.utility_T
+    np.testing.assert_allclose(result.drawn(8)[order[1][2]], moved_T / 1e-6, rtol=1e-3)
 
 
 def test_micro_batches_equal_one_batch():

@@ -107,6 +107,13 @@ def test_only_incomplete_checkpoints_are_deleted(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_finished_run_is_loaded_and_not_trained_again(tmp_path):
+    first = train(RECIPE, ROWS, seed=5, out=tmp_path)
+    loaded = train(RECIPE, ROWS, seed=5, out=tmp_path, progress=kill_at(1))
+    assert_same(weights(loaded), weights(first))
+    np.testing.assert_array_equal(loaded.losses, first.losses)
+
+
 def test_a_directory_of_another_run_is_refused(tmp_path):
     train(RECIPE, ROWS, seed=5, out=tmp_path)
     with pytest.raises(ModelError, match="seed, subset"):
@@ -172,3 +179,11 @@ def test_a_recipe_survives_json_and_is_validated():
     assert TrainingRecipe.model_validate_json(RECIPE.model_dump_json()) == RECIPE
     with pytest.raises(ValueError, match=r"warmup_steps: .*\b12\b.*\b12 steps"):
         TrainingRecipe.model_validate(RECIPE.model_dump() | {"warmup_steps": 12})
+
+
+def test_half_precision_on_a_cpu_agrees_within_its_rounding():
+    exact = train(RECIPE, ROWS, seed=1)
+    half = train(RECIPE.model_copy(update={"cpu_autocast": True}), ROWS, seed=1)
+    np.testing.assert_allclose(half.losses, exact.losses, atol=0.02)
+    assert not np.array_equal(half.losses, exact.losses)
+    assert "cpu_autocast" not in RECIPE.model_dump()  # what was begun before there was this setting goes on

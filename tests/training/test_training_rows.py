@@ -70,6 +70,12 @@ def test_a_row_is_repeated_by_its_weight_in_the_order_of_the_corpus():
     assert order(often, first=7, steps=12) == visits[28:48]
 
 
+def test_equal_weights_are_a_plain_subset():
+    retained = np.arange(20) % 3 > 0
+    assert order(relative_weights(20, 4, 7.0 * retained)) == order(retained)
+    np.testing.assert_array_equal(relative_weights(20, 4, 7.0 * retained), retained)
+
+
 def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
     weight_N = np.arange(20.0)
     for factor_N in (None, weight_N):
@@ -78,15 +84,6 @@ def test_labels_of_padding_have_no_weight_and_rows_share_one_batch():
         expected = factor_B1 * [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
         np.testing.assert_allclose(batch.weight_BL * batch.n_labels, expected, rtol=1e-12)
         assert batch.n_labels == 1 + 3 + 4
-
-
-@pytest.mark.parametrize(
-    ("context", "vocab_size", "message"),
-    [(3, 30, r"row 2 .*\b4 tokens.*\b3\b"), (8, 20, r"row 19 .*token id 20\b.*\b19\b")],
-)
-def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
-    with pytest.raises(ModelError, match=message):
-        next(token_batches(ROWS, [np.arange(20)], context=context, vocab_size=vocab_size))
 
 
 def test_only_tokens_that_carry_loss_have_weight_in_a_batch():

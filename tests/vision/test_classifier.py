@@ -108,6 +108,13 @@ def test_modes_and_sizes_become_one_input():
     assert wide.shape == (3, 8, 8)
 
 
+def test_preprocessing_by_hand():
+    image = picture(0, np.random.default_rng(1), size=8)
+    actual = ResizeAndCrop(ImageSettings(size=8))(image)
+    expected = (np.asarray(image) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    np.testing.assert_allclose(actual, expected.transpose(2, 0, 1), rtol=0, atol=rounding(3, expected))
+
+
 def tiny_vit():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8))

@@ -68,6 +68,25 @@ def test_relevance_is_the_formula(root, built):
     assert set(arrays_by_name) == {"relevance_output_layer", "hidden_sketch", "residual_sketch"}
 
 
+def test_the_kernel_of_the_paper_is_its_formula_too(root, tmp_path):
+    hidden_match, residual_match = reference(root)
+    kernels = ["pooled", "output_layer", "product_sketch"]
+    built = build_artifact(build_settings(settings(root, features__kernels=kernels)), tmp_path / "art")
+    order = [int(name.rpartition("-")[2]) for name in ArtifactReader.open(built).units["unit_id"].to_pylist()]
+    pooled = residual_match * np.sign(hidden_match) * np.log1p(abs(hidden_match))
+    np.testing.assert_allclose(arrays(built)["relevance_pooled"], pooled[:, order], atol=2e-4 * abs(pooled).max())
+
+
+def test_what_is_on_disk(built):
+    artifact = ArtifactReader.open(built)
+    row = artifact.rows(np.array([4])).to_pylist()[0]
+    assert (row["row_id"], row["label"], row["image_class"], row["n_tokens"]) == ("train-4", 1, "green", 1)
+    assert artifact.manifest.details["classes"] == ["blue", "green", "red"]
+    assert set(artifact.manifest.fingerprints) == {"model", "preprocessing", "corpus", "targets"}
+    assert artifact.units["completion"].to_pylist()[0] in ("blue", "green", "red")
+    assert "relevance_embedding" not in artifact.array_names
+
+
 def test_batches_and_shards_change_nothing(root, built, tmp_path):
     other = settings(root, shard_rows=13, model__classifier__batch_images=4)
     other["model"]["classifier"] = settings(root)["model"]["classifier"] | {"batch_images": 4}

@@ -14,10 +14,12 @@ from grasp.errors import GraspError
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Progress
 from grasp.settings import build_settings
-from grasp.vision.detect import detect, standardised_blocks
+from grasp.vision.detect import _inverted_score_notes, detect, standardised_blocks
+from grasp.vision.detection import evaluate_scores
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
+from tests.mentions import assert_mentions
 from tests.report.world import HOSTILE, write_artifact
 from tests.rounding import rounding
 from tests.vision.images_world import TinyNet, pictures, settings, write_parquet, write_weights
@@ -79,6 +81,22 @@ def test_rows_with_wrong_labels_rank_first(noisy):
     assert detections["fused"].at_k.recall >= 5 / 6
 
 
+def test_planted_rows_that_look_helpful_are_reported_as_such(noisy):
+    rng = np.random.default_rng(0)
+    planted_N = np.arange(60) < 20
+    bad, good = rng.normal(1, 1, 60), rng.normal(-1, 1, 60)
+    detections = {
+        name: evaluate_scores(np.where(planted_N, good, bad), planted_N) for name in ("low_relevance", "fused")
+    }
+    assert _inverted_score_notes(detections, "trusted") == [
+        "low_relevance: planted rows look more helpful to trusted than the others (AUROC below 0.5)",
+        "fused: planted rows look less suspicious than the others (AUROC below 0.5)",
+    ]
+    assert not _inverted_score_notes({"fused": evaluate_scores(bad, planted_N)}, "trusted")
+    (kernel,) = [note for note in detect(noisy, "trusted").notes if note.startswith("low_relevance: minus")]
+    assert_mentions(kernel, "output_layer", "--match")
+
+
 def test_the_command_writes_a_table_and_a_page_with_the_images_of_the_artifact(noisy, tmp_path):
     out, page = tmp_path / "suspects.parquet", tmp_path / "suspects.html"
     printed = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
@@ -96,6 +114,11 @@ def test_the_command_writes_a_table_and_a_page_with_the_images_of_the_artifact(n
     row_image = decode_image(ImageStore.open(noisy.path / "tokens").rows(np.array([index])).encoded[0])
     assert shown[0].tobytes() == row_image.tobytes()
     assert table["row_id"][2].as_py() in page.read_text()
+
+
+def test_a_class_with_one_example_is_reported_and_not_judged(tmp_path):
+    suspects = detect(artifact_of(tmp_path, 20, label=[0, 1] * 9 + [0, 2]), "trusted")
+    assert_mentions(suspects.notes, "1 rows", "unique class")
 
 
 @pytest.mark.parametrize(("n_rows", "classes", "why"), [(12, ["x"], "same"), (10, list("abcdefghij"), "of its own")])
@@ -123,12 +146,37 @@ def test_rows_verified_as_correct_are_the_null_distribution(noisy):
     assert "average" in succeed("detect", noisy.path, "--target", "trusted", *flags).out
 
 
+def test_flags_explained_by_chance_are_not_suspects(tmp_path):
+    suspects = detect(artifact_of(tmp_path), false_positives=0.3)
+    assert suspects.threshold.n_flagged <= 9 + 2 * 9**0.5
+    assert_mentions(suspects.headline, "No suspects", "9 of 30 rows")
+    assert all(len(sentence.split()) < 25 for sentence in suspects.headline.split(". "))
+
+
+def test_a_result_displays_the_first_rows_and_contains_all(noisy):
+    suspects = detect(noisy, "trusted", top=3)
+    lines = repr(suspects).splitlines()
+    assert lines[0] == suspects.headline
+    assert [line.split()[3] for line in lines[2:5]] == suspects.table["row_id"].to_pylist()[:3]
+    assert lines[5] == suspects.notes[0]
+    assert ">train-" in suspects._repr_html_()
+    frame = suspects.to_pandas()
+    assert len(frame) == 60
+    assert frame["fused"].is_monotonic_decreasing
+
+
 def test_hostile_rows_are_text_on_a_page(tmp_path):
     artifact = artifact_of(tmp_path, 30, row_id=[f"{i}{HOSTILE[i % len(HOSTILE)]}" for i in range(30)])
     page = detect(artifact, "trusted", top=30).write(tmp_path / "s.html").read_text()
     assert "<img src=x" not in page
     assert "<script" not in page
     assert "&lt;img src=x" in page
+
+
+def test_identical_rows_are_reported_and_not_flagged(tmp_path):
+    shown = detect(artifact_of(tmp_path, 12, image=pictures(1)[0] * 12, label=[0] * 12), "trusted")
+    assert any("threshold is not informative" in note for note in shown.notes)
+    assert shown.table["flagged"].to_pylist() == [False] * 12
 
 
 def test_scores_do_not_depend_on_block_size(tmp_path):

@@ -13,6 +13,7 @@ from grasp.vision.detection import (
     conformal_threshold,
     estimate_threshold,
     evaluate_scores,
+    matching_threshold,
     mean_ranks,
 )
 from grasp.vision.neighbours import disagreement
@@ -101,6 +102,27 @@ def test_a_lower_rate_never_flags_more(shape):
     score_N = LEFT[shape.removeprefix("minus ")](draw, 2_000) if "minus" in shape else CLEAN[shape](draw, 2_000)
     flagged = [estimate_threshold(score_N, rate).n_flagged for rate in (0.0005, 0.001, 0.01, 0.05, 0.2, 0.45)]
     assert flagged == sorted(flagged)
+
+
+def test_fused_ranks_with_ties_flag_as_many_rows_as_their_relevance():
+    draw = np.random.default_rng(4)
+    for tied in (0.0, 0.6, 0.8):
+        relevance = draw.standard_normal(5_000)
+        other = 0.7 * relevance + draw.standard_normal(5_000)
+        ranks = mean_ranks([relevance, np.maximum(other, np.quantile(other, tied))])
+        cut = estimate_threshold(relevance, 0.01)
+        assert 0 < matching_threshold(ranks, cut).n_flagged <= cut.n_flagged < 100
+    assert matching_threshold(ranks, estimate_threshold(np.zeros(5_000), 0.01)).n_flagged == 0
+
+
+def test_more_planted_rows_make_the_threshold_more_conservative():
+    draw = np.random.default_rng(5)
+    for share, found_least in ((0.02, 0.9), (0.05, 0.9), (0.1, 0.3)):
+        planted = round(10_000 * share)
+        score = np.concatenate([draw.standard_normal(10_000 - planted), draw.normal(6, 1, size=planted)])
+        cut = estimate_threshold(score, 0.01).value
+        assert (score[:-planted] > cut).mean() <= 0.011
+        assert (score[-planted:] > cut).mean() > found_least
 
 
 def test_verified_rows_keep_the_rate_if_the_centre_does_not_determine_the_tail():

@@ -44,6 +44,20 @@ def test_what_the_trusted_images_add_is_the_effect_by_which_rows_are_ordered(art
         assert (np.diff(frame["contribution"].abs()) <= 0).all()
 
 
+def test_pictures_are_those_of_the_rows_and_of_the_trusted_set(art):
+    explanation = grasp.open(art.path).explain("trusted", "train-4")
+    assert len(explanation.figures) == 9  # its own, and the eight nearest
+    image, trusted = pictures(30)[0][4], pictures(9, seed=1)[0]
+    (caption, url), (first_caption, first_url) = explanation.figures[:2]
+    assert caption.startswith("train-4: ")
+    assert decode_image(of_url(url)).tobytes() == decode_image(image).tobytes()
+    name = explanation.to_pandas()["unit_id"][0]
+    assert f" {name}: " in first_caption
+    label = trusted[int(name.rpartition("-")[2])]
+    assert decode_image(of_url(first_url)).tobytes() == decode_image(label).tobytes()
+    assert explanation._repr_html_().count('<img src="data:image/png;base64,') == 9
+
+
 @pytest.mark.parametrize("change", ["gone", "device", "url", "column", "name", "kind"])
 def test_a_strangers_artifact_reads_no_device_and_fetches_nothing(art, tmp_path, change):
     path = shutil.copytree(art.path, tmp_path / "art")

@@ -11,9 +11,9 @@ import pytest
 from grasp.errors import CorpusError, TargetError
 from grasp.settings import CorpusSettings, TargetSettings
 from grasp.vision.image_units import load_image_units
-from grasp.vision.images import ImageStore
+from grasp.vision.images import ImageStore, decode_image, pixel_hash
 from grasp.vision.settings import ClassifierSettings
-from tests.vision.images_world import COLOURS, pictures, write_parquet
+from tests.vision.images_world import COLOURS, encoded, picture, pictures, write_parquet
 
 CLASSIFIER = ClassifierSettings(head="head", classes=COLOURS)
 
@@ -122,6 +122,13 @@ def test_an_interrupted_store_resumes_to_the_same_result(tmp_path, monkeypatch):
     resumed = store(tmp_path, tmp_path / "train.parquet", "cut")
     assert (resumed.fingerprint, resumed.n_rows, resumed.n_documents) == (whole.fingerprint, 11, 11)
     assert resumed.rows(np.array([7, 2])).encoded == whole.rows(np.array([7, 2])).encoded
+
+
+def test_the_hash_is_that_of_the_pixels_and_not_of_the_file():
+    image = picture(0, np.random.default_rng(3))
+    png, bmp = (decode_image(encoded(image, kind)) for kind in ("PNG", "BMP"))
+    other = decode_image(encoded(picture(0, np.random.default_rng(4))))
+    assert pixel_hash(png) == pixel_hash(bmp) != pixel_hash(other)
 
 
 def test_units_are_sampled_as_for_texts_and_nested(tmp_path):

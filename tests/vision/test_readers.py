@@ -10,7 +10,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.models.build_source import BuildSource
 from grasp.pipeline.pipeline import build_artifact
-from grasp.settings import build_settings
+from grasp.settings import build_settings, model_readers
 from tests.cli.grasp_command import refused
 from tests.vision.images_world import settings
 
@@ -73,3 +73,10 @@ def test_settings_of_no_reader_and_of_two_are_refused(camera, tmp_path):
     ):
         with pytest.raises(SettingsError, match=message):
             build_settings(data | {"model": model})
+
+
+def test_readers_of_files_are_no_settings_of_a_model(tmp_path):
+    assert model_readers() == ["classifier"]
+    data = settings(tmp_path)
+    with pytest.raises(SettingsError, match=r"model\.task\.olmes: no such field"):
+        build_settings(data | {"model": data["model"] | {"task.olmes": {}}})
