@@ -2,6 +2,10 @@
 
 Both depend on the training that is predicted: a *new model*, trained from scratch on the corpus, or *further training*
 of an existing one. Evidence: experiments/lds_main, experiments/finetune, experiments/replay.
+
+Gradients describe a model that hardly moves. Beside `gradient` the other kernels of further training therefore have the
+weight s / (s + WEIGHT_SCALE). Here s, the sum of the learning rates, is how far Adam can move a weight, and
+WEIGHT_SCALE the size that weights have at first: after a short training it is near 0, after a long one near 1.
 """
 
 from collections.abc import Sequence
@@ -9,10 +13,10 @@ from dataclasses import dataclass
 from typing import Self
 
 _NEW = {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
-_BACKWARD = {"output_layer": 0.125, "embedding": 0.125, "gradient": 1.0}
+_BACKWARD = {"output_layer": 1.0, "embedding": 1.0, "gradient": 1.0}
 _FORWARD = {"output_layer": 1.0, "embedding": 1.0, "hidden_bias": 1.0, "hidden_linear": 1.0}
 
-# Weights of the kernels, by rule and kind of training (None: models of readers).
+# Weights of the kernels, by rule and kind of training (None: models of readers); after a training of any length.
 WEIGHTS: dict[tuple[str, str | None], dict[str, float]] = {
     ("default", "new"): _NEW,
     ("forward", "new"): _NEW,
@@ -21,6 +25,7 @@ WEIGHTS: dict[tuple[str, str | None], dict[str, float]] = {
     ("default", None): {"output_layer": 1.0},
     ("forward", None): {"output_layer": 1.0},
 }
+WEIGHT_SCALE = 0.02  # standard deviation of the initial weights of common models
 SKETCHES = ("hidden_sketch", "residual_sketch")  # computed by every build, for redundancy, maps and intervals
 
 REPLAY = "replay"  # kernel whose relevance is of whole targets: the derivative of a replayed training
@@ -41,16 +46,22 @@ class BuiltRule:
     for_new_model: bool
 
     @classmethod
-    def of(cls, kernels: Sequence[str]) -> Self:
+    def of(cls, kernels: Sequence[str], learning_rate_sum: float = 0.0) -> Self:
         """Return the rule of an artifact with these kernels: the weights of the table, as far as the kernels exist.
 
         Without output_layer, which another rule built, all weights are 1.
+
+        Args:
+            kernels: kernels that the artifact has.
+            learning_rate_sum: s above, of the training that `gradient` is of; 0 if output layer and embedding are not
+                trained, as by an adapter.
         """
+        weights = dict.fromkeys(kernels, 1.0)
         if "output_layer" in kernels:
             row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
-            weights = {kernel: weight for kernel, weight in row.items() if kernel in kernels}
-        else:
-            weights = dict.fromkeys(kernels, 1.0)
+            moved = round(learning_rate_sum / (learning_rate_sum + WEIGHT_SCALE), 3) if row is _BACKWARD else 1.0
+            weights = {name: 1.0 if name == "gradient" else moved for name in row if name in kernels}
+            weights = {name: weight for name, weight in weights.items() if weight > 0}
         return cls(weights, "knn" in kernels and "gradient" not in kernels)
 
     def with_replay(self, *, estimate: bool) -> dict[str, float]:

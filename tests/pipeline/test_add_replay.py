@@ -129,7 +129,7 @@ def test_replay_is_weighted_into_predictions_of_targets_but_not_of_units(plain, 
     expected_NT = (total_NT - total_NT.mean(axis=0)) / total_NT.std(axis=0)
     np.testing.assert_allclose(effects["replayed"].effect_NT, expected_NT, atol=1e-5)
     np.testing.assert_array_equal(effects["replayed, unit"].effect_NT, effects["plain, unit"].effect_NT)
-    assert_mentions(effects["replayed"].protocol.description, "0.125 embedding + gradient + 4 replay, negative")
+    assert_mentions(effects["replayed"].protocol.description, "embedding + gradient + 4 replay, negative")
 
 
 def test_a_forecast_of_a_finished_artifact_needs_no_inputs(plain, replayed):
@@ -232,7 +232,7 @@ def test_a_target_that_is_added_later_has_no_replay_until_it_is_replayed(replaye
     add_targets(out, str(write_targets(tmp_path / "third.jsonl", task="third", n_units=2, seed=6)))
     np.testing.assert_array_equal(columns(out)[:, 8:], 0.0)
     before = effects(out)
-    match = {"output_layer": 0.125, "embedding": 0.125, "gradient": 1.0}
+    match = ArtifactReader.open(out).rule.weights
     without_replay = ScoringProtocol(name="without", match=match).model_copy(update={"negative": 0.25})
     np.testing.assert_allclose(before[:, 2], effects(out, without_replay, ["third"])[:, 0], atol=1e-6)
     how = {"replay": {"memory_mb": 64}}  # the memory is no other setting of a training

@@ -391,7 +391,7 @@ def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
     for (which, train), named in WEIGHTS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
-        assert BuiltRule.of(list(named)) == BuiltRule(named, train == "new"), (which, train)
+        assert BuiltRule.of(list(named), 1e9) == BuiltRule(named, train == "new"), (which, train)
     assert {train for _, train in WEIGHTS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
@@ -814,7 +814,8 @@ def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, 
     assert artifact.manifest.settings["train"] == train
     weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
     if "gradient" in kernels:
-        weights = dict.fromkeys(("output_layer", "embedding"), 0.125) | {"gradient": 1.0}
+        moved = artifact.feature_settings["learning_rate_sum"]
+        weights |= dict.fromkeys(("output_layer", "embedding"), round(moved / (moved + 0.02), 3))
     assert DEFAULT_PROTOCOL.resolved_for(artifact).match == weights
 
 

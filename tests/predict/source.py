@@ -54,7 +54,8 @@ class FakeSource:
 
     @property
     def rule(self):
-        return BuiltRule.of([name.removeprefix("relevance_") for name in self.arrays if name.startswith("relevance_")])
+        kernels = [name.removeprefix("relevance_") for name in self.arrays if name.startswith("relevance_")]
+        return BuiltRule.of(kernels, learning_rate_sum=0.02)
 
     @property
     def units(self):

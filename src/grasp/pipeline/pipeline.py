@@ -48,7 +48,7 @@ from grasp.corpus.row_store import RowStore, TokenRows
 from grasp.errors import ArtifactError, ModelError, SettingsError
 from grasp.files import differences, discard
 from grasp.kernel_table import BuiltRule
-from grasp.kernels.gradient import CURVATURE_ROWS, Curvature
+from grasp.kernels.gradient import CURVATURE_ROWS, HORIZON, Curvature
 from grasp.kernels.kernel import CorpusMoments, Kernel, counts_rows, kernel_class, make_kernels, needs_backward
 from grasp.kernels.sketch import Sketch
 from grasp.kernels.whitening import STATES
@@ -387,7 +387,6 @@ def finish_artifact(
         seconds = {"wall": time.perf_counter() - start_times[0], "cpu": time.process_time() - start_times[1]}
     store, model = inputs.store, inputs.model
     sketches = [kernel.array for kernel in kernels if isinstance(kernel, Sketch)]
-    ranking = [name for name in inputs.settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     made_by = {
         "program": f"grasp {grasp.__version__}",
         "python": platform.python_version(),
@@ -413,7 +412,7 @@ def finish_artifact(
         # Relative paths in the settings are relative to the current directory, which is stored relative to the
         # artifact, so that both can be moved together.
         "built_in": os.path.relpath(os.path.realpath(os.curdir), os.path.realpath(writer.root)),
-        "rule": asdict(BuiltRule.of(ranking)),
+        "rule": asdict(built_rule(inputs.settings, kernels)),
     }
     writer.finish(
         manifest={
@@ -428,6 +427,18 @@ def finish_artifact(
         gains={name: sketch_gain(sums[f"{name}.square"], store.n_rows) for name in sketches},
         rows_kept=inputs.settings.keep_tokens,
     )
+
+
+def built_rule(settings: BuildSettings, kernels: Sequence[Kernel]) -> BuiltRule:
+    """Return how predictions combine the kernels of a build."""
+    ranking = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
+    learning_rate_sum = settings.features.learning_rate_sum or 0.0
+    curvature = kernels[0].corpus.by_type.get(Curvature) if kernels else None
+    if isinstance(curvature, Curvature) and settings.like is not None:
+        learning_rate_sum = curvature.horizon / HORIZON  # with `like` that of the other artifact
+    if is_adapter(settings.model.path) or (settings.recipe or {}).get("lora_r") is not None:
+        learning_rate_sum = 0.0
+    return BuiltRule.of(ranking, learning_rate_sum)
 
 
 def scored_shards(
