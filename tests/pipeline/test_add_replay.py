@@ -253,6 +253,7 @@ def test_merged_artifacts_have_no_replay(settings, replayed, tmp_path):
         "".join(json.dumps({"row_id": f"other-{i}", "text": "water light cell " * 9}) + "\n" for i in (0, 1))
     )
     other = {**settings, "corpus": settings["corpus"] | {"path": str(corpus)}, "like": str(replayed)}
+    other["model"] = settings["model"] | {"path": str(replayed / "model")}  # the state after half of the training
     build(out=tmp_path / "other", settings=other, untrained=True)
     notes = Notes()
     merged = merge([replayed, tmp_path / "other"], tmp_path / "merged", progress=notes)

@@ -15,8 +15,8 @@ held-out folds of the runs, those of the metric plus the mean over all metrics, 
 alike. The law is invariant to the scale and the offset of a metric.
 
 The Gaussian process takes the law as its prior mean (`fit_process`), in the place of the relevance of an artifact, if
-the held-out errors of the law are below its own. It receives what the law predicts for runs that were held out, and so
-learns how far the law can be trusted. Measured in experiments/runs.
+that lowers its held-out errors. It receives what the law predicts for runs that were held out, and so learns how far
+the law can be trusted. Measured in experiments/runs.
 Shape letters: R runs, S seeds, B mixtures, G label values, T metrics, K settings, J values and the constant.
 """
 
@@ -147,11 +147,9 @@ def fit_process(share_RG: F64, utility_RST: F64) -> tuple[MixtureLaw | None, Gau
     if len(share_RG) < MIN_RUNS:
         return None, process
     law, held_out_RT = MixtureLaw.fit(share_RG, utility_RT)
-    variance_T = utility_RT.var(axis=0)
-    law_error, process_error = (
-        float(((residual_RT**2).mean(axis=0) / variance_T).mean())
-        for residual_RT in (utility_RT - held_out_RT, process.held_out_residuals())
-    )
-    if law_error >= process_error:
-        return None, process
-    return law, GaussianProcess.fit(replace(features, relevance_BT=held_out_RT), utility_RST)
+    with_law = GaussianProcess.fit(replace(features, relevance_BT=held_out_RT), utility_RST)
+    errors = [
+        float(((fit.held_out_residuals() ** 2).mean(axis=0) / utility_RT.var(axis=0)).mean())
+        for fit in (process, with_law)
+    ]
+    return (law, with_law) if errors[1] < errors[0] else (None, process)

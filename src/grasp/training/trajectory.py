@@ -153,7 +153,7 @@ class Trajectory:
         self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
         self.weight_N = np.ones(rows.n_rows) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
         steps = len(self.order)
-        assert steps == training.recipe.steps
+        assert steps <= training.recipe.steps
         assert self.weight_N.shape == (rows.n_rows,)
         assert not training.step
         assert not training.bfloat16, "its rounding error exceeds the finite differences"
