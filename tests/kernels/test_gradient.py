@@ -13,7 +13,8 @@ from grasp.errors import ModelError
 from grasp.kernels import gradient as gradient_module
 from grasp.kernels.coordinates import SampledGradients, Tiles, by_member
 from grasp.kernels.gradient import DAMPING, HORIZON, NEGLIGIBLE, BlockGeometry, BlockSums, Curvature, Gradient
-from grasp.kernels.kernel import Batch, CorpusMoments
+from grasp.kernels.kernel import CorpusMoments
+from grasp.models.batch import Batch
 from grasp.models.gradients import Block, Example, GradientFactors
 from grasp.models.residuals import SparseResidual
 from grasp.pipeline.model_pass import split_on_oom, unit_gradients

@@ -20,8 +20,9 @@ from torch import nn
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
 from grasp.kernels.coordinates import SampledGradients
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import ReferenceModel
-from grasp.models.forward_pass import BatchFeatures, forward_passes
+from grasp.models.forward_pass import forward_passes
 from grasp.models.gradients import Block, LayerSet
 from grasp.models.head import output_layer
 from grasp.models.residuals import hidden_gradient
@@ -101,7 +102,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, least: float =
     assert worst <= rounding(TERMS, scale), f"{what}: off by {worst:.3g}, numbers up to {scale:.3g}"
 
 
-def check_row(model: ReferenceModel, features: BatchFeatures, b: int, expected: RowNumbers, loss: torch.Tensor) -> None:
+def check_row(model: ReferenceModel, features: Batch, b: int, expected: RowNumbers, loss: torch.Tensor) -> None:
     """Compare the loss, and the gradients by the hidden states and by the output layer's weight."""
     assert_close(loss, torch.tensor(expected.loss), what="loss")
     chosen = features.row_P == b
@@ -134,7 +135,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     row_numbers = [numbers_of_row(fresh, rows.ids(i), rows.mask(i)) for i in range(len(rows))]
     for index, features in forward_passes(reference, rows, "all", VOCAB):
         assert len(index) == len(rows)
-        losses = features.row_loss(len(index))
+        losses = features.loss_B
         for b, i in enumerate(index):
             check_row(reference, features, b, row_numbers[i], losses[b])
     chosen = SampledGradients.choose(reference, FEATURES)
@@ -142,7 +143,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     layers = gradients.engine.layers
     for index, features, sampled_BK in ModelPass(reference, FEATURES, gradients)._run_model(rows):
         assert len(index) == len(rows)
-        losses = features.row_loss(len(index))
+        losses = features.loss_B
         for b, i in enumerate(index):
             check_row(reference, features, b, row_numbers[i], losses[b])
             least = LEAST_SHARE * max(float(part.abs().max()) for part in row_numbers[i].by_parameter.values())

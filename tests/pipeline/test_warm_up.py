@@ -1,6 +1,7 @@
 """A build after some training steps: that of the trained model, resumable, and refused where it makes no sense."""
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.pipeline.build import add_replay, build
 from grasp.pipeline.build_plan import output_location, plan_build
+from grasp.pipeline.forecast import forecast
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.faults import Killed, raising
 from tests.pipeline.test_pipeline import Notes
@@ -51,6 +53,13 @@ def test_kernels_read_the_model_after_the_steps(settings, warmed, tmp_path):
     np.testing.assert_array_equal(relevance(warmed), relevance(other))
     plain = build(out=tmp_path / "plain", settings=settings, untrained=True).path
     assert (relevance(warmed) != relevance(plain)).any()
+
+
+def test_a_forecast_contains_the_steps(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("grasp.pipeline.forecast"), "time_step", lambda *_: 3600.0)
+    for steps, hours in ((None, "7 h"), (2, "2 h"), (0, " s ")):  # by default half of 15 steps
+        line = forecast(tmp_path / "art", settings, untrained=True, recipe=RECIPE, warm_up=steps).splitlines()[1]
+        assert hours in line
 
 
 def test_the_steps_are_those_of_torch(settings, warmed):

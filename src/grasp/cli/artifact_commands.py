@@ -102,15 +102,11 @@ def build(
         return
     if forecast:
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
-        if warm_up is not None:
-            raise SettingsError(
-                "--forecast: got --warm-up, whose steps are not included; omit it here. A step takes as long as the "
-                "forward and backward pass of its rows"
-            )
         from grasp.pipeline.forecast import forecast as estimate
 
+        trainings: dict[str, Any] = {"replay": replay, "check": check, "warm_up": warm_up, "recipe": recipe}
         with Watch() as watch:
-            print(estimate(out, data, untrained=untrained, replay=replay, check=check, recipe=recipe, progress=watch))
+            print(estimate(out, data, untrained=untrained, progress=watch, **trainings))
         return
     if engine == "local" and workers:
         raise SettingsError("--workers: no effect with --engine local; use --engine ray")

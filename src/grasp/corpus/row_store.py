@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final, Self
 
 import duckdb
@@ -44,7 +45,7 @@ from grasp.corpus.labels import (
 from grasp.corpus.packing import START, Cursor, Row, Skipped, pack, render_document
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import CorpusError
-from grasp.files import UNSIGNED, FileEntry, discard, is_part, kind_of, temporary_path
+from grasp.files import UNSIGNED, FileEntry, is_part, kind_of
 from grasp.settings import CorpusSettings
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import Files, Schema, Store
@@ -310,8 +311,8 @@ class RowStore:
                 f"{settings.path}: none of its {n_documents} records gives a row ({reasons}); "
                 f"expected at least one of two tokens or more{hint}"
             )
-        if (duplicate := _first_duplicate(store)) is not None:
-            row_id, *positions = duplicate
+        if duplicate := first_duplicate([([store.file(part) for part in store.parts], DOCUMENT_COLUMN)]):
+            row_id, *positions, _ = duplicate
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: "
                 f"{' and '.join(next(documents(position)).location for position in positions)}; use unique names, "
@@ -579,19 +580,25 @@ class RowStore:
                 yield str(document.text)[start:end]
 
 
-def _first_duplicate(store: Store[RowsMark]) -> tuple[Any, ...] | None:
-    """Return the first row_id that occurs twice, with its first and last document; None if all are unique."""
-    names = dataset([str(store.file(part)) for part in store.parts], format="parquet")
-    spill = temporary_path(store.root / "spill")  # DuckDB spills to disk, so that memory is bounded
-    try:
-        with duckdb.connect(config={"temp_directory": str(spill), "memory_limit": "512MB", "threads": 2}) as connection:
-            return (
-                connection.register("names", names)
-                .execute(
-                    f"SELECT row_id, min({DOCUMENT_COLUMN}), max({DOCUMENT_COLUMN}) FROM names GROUP BY row_id "
-                    f"HAVING count(*) > 1 ORDER BY min({DOCUMENT_COLUMN}), row_id LIMIT 1"
-                )
-                .fetchone()
-            )
-    finally:
-        discard(spill)
+def first_duplicate(tables: Sequence[tuple[Sequence[Path], str]]) -> tuple[Any, ...] | None:
+    """Return the first row_id that occurs twice: its name, first and last place, and the number of such names.
+
+    DuckDB counts the names and spills to disk, so that memory is bounded.
+
+    Args:
+        tables: Parquet files, and the place of their rows as an SQL expression over their columns.
+    """
+    selected = " UNION ALL ".join(
+        f"SELECT CAST(row_id AS VARCHAR) AS row_id, {place} AS place FROM names_{k}"
+        for k, (_, place) in enumerate(tables)
+    )
+    with (
+        TemporaryDirectory(prefix="grasp-names-") as spill,
+        duckdb.connect(config={"temp_directory": spill, "memory_limit": "512MB", "threads": 2}) as connection,
+    ):
+        for k, (files, _) in enumerate(tables):
+            connection.register(f"names_{k}", dataset(list(map(str, files)), format="parquet"))
+        return connection.execute(
+            f"SELECT row_id, min(place), max(place), count(*) OVER () FROM ({selected}) GROUP BY row_id "
+            "HAVING count(*) > 1 ORDER BY min(place), row_id LIMIT 1"
+        ).fetchone()

@@ -39,7 +39,8 @@ from grasp.inspect.explanation import EffectTerms, Explanation, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernel_table import REPLAY
 from grasp.kernels.gradient import Gradient
-from grasp.kernels.kernel import Batch, UnitGradients, kernel_class
+from grasp.kernels.kernel import kernel_class
+from grasp.models.batch import Batch, UnitGradients
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask

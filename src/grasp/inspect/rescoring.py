@@ -18,7 +18,7 @@ from scipy.sparse import vstack
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError, ModelError
 from grasp.hub import fetched_before
-from grasp.kernels.kernel import Batch
+from grasp.models.batch import Batch
 from grasp.models.build_source import BuildSource
 from grasp.models.checkpoint import REPOSITORY
 from grasp.models.residuals import PooledFeatures

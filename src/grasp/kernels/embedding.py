@@ -18,9 +18,10 @@ Shape letters: P row positions, S unit positions, E units, K kept per residual, 
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import UNITS_PER_BLOCK, Batch, Kernel
+from grasp.kernels.kernel import UNITS_PER_BLOCK, Kernel
 from grasp.kernels.output_layer import OutputLayerTargets, output_layer_relevance, prepare_targets
 from grasp.kernels.whitening import DeltaMoments, Whitener
+from grasp.models.batch import Batch
 from grasp.models.head import OutputHead
 from grasp.models.residuals import SparseResidual, hidden_gradient
 

@@ -51,8 +51,9 @@ from torch.nn import functional
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError
 from grasp.kernels.coordinates import SampledGradients, Tiles, by_member
-from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, Batch, CorpusMoments, Kernel
+from grasp.kernels.kernel import TYPICAL_ROW_TOKENS, CorpusMoments, Kernel
 from grasp.kernels.whitening import Moments
+from grasp.models.batch import Batch
 from grasp.models.gradients import Block, Example, GradientFactors
 from grasp.seeds import stream
 

@@ -13,8 +13,9 @@ Shape letters: P row positions, S unit positions, E units, H hidden width.
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.kernel import Kernel
 from grasp.kernels.whitening import DeltaMoments, Whitener
+from grasp.models.batch import Batch
 
 
 def prepare_hidden_bias(delta_SH: Tensor, unit_S: Tensor, n_units: int, whitener: Whitener) -> Tensor:

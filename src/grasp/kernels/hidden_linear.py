@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.kernel import Kernel
 from grasp.kernels.knn import unit_positions_per_block
 from grasp.kernels.whitening import DeltaMoments, HiddenMoments, SecondMoments, whitening_map
+from grasp.models.batch import Batch
 
 RIDGE = 1.0  # in units of tr / H: at 0.1 rankings depend on the sample of moments (experiments/finetune)
 

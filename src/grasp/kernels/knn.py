@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from grasp.arrays import F32, F64, I64
-from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.kernel import Kernel
 from grasp.kernels.whitening import HiddenMoments, SampledStates, SecondMoments, Whitener
+from grasp.models.batch import Batch
 from grasp.models.residuals import SparseResidual
 
 KERNEL_WIDTH = 0.25  # tau, in root mean square distances

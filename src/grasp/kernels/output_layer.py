@@ -28,8 +28,9 @@ from scipy.sparse import csr_array
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.kernels.kernel import UNITS_PER_BLOCK, Batch, Kernel
+from grasp.kernels.kernel import UNITS_PER_BLOCK, Kernel
 from grasp.kernels.whitening import HiddenMoments, Whitener
+from grasp.models.batch import Batch
 from grasp.models.residuals import SparseResidual
 
 # Elements of one block of G, (coordinates x rows x H): 64 MB in float32.

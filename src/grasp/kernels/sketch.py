@@ -17,8 +17,9 @@ from torch import Tensor
 
 from grasp.arrays import F64, I64
 from grasp.artifact.writer import ArraySpec
-from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.kernel import Kernel
 from grasp.kernels.whitening import FeatureMoments, HiddenMoments, Moments, SummaryMoments, Whitener
+from grasp.models.batch import Batch
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 

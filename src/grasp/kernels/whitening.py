@@ -20,7 +20,8 @@ from grasp.moments import StreamingMoments
 from grasp.settings import FeatureSettings
 
 if TYPE_CHECKING:
-    from grasp.kernels.kernel import Batch, CorpusMoments
+    from grasp.kernels.kernel import CorpusMoments
+    from grasp.models.batch import Batch
 
 STATES = 8_192  # approximate number of positions whose hidden states are stored, for the kernel `knn`
 

@@ -7,7 +7,6 @@ Shape letters: B rows of the batch, L tokens, P used positions, H hidden width.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,31 +16,13 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import I64
 from grasp.corpus.row_store import TokenRows
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import OutputHead
-from grasp.models.residuals import SparseResidual, head_residual
+from grasp.models.residuals import head_residual
 from grasp.targets.units import UnitTokens
 
-
-@dataclass(frozen=True, slots=True)
-class BatchFeatures:
-    """Hidden states and residuals of a batch at the positions that are used, row by row."""
-
-    hidden_PH: Tensor
-    residual: SparseResidual
-    row_P: Tensor  # row of the batch
-    input_P: Tensor  # token at the position; its label is the next token
-
-    def row_loss(self, n_rows: int) -> Tensor:
-        """Return the mean loss of each row over the used positions, in nats per token."""
-        count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
-        total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
-        return total_B / count_B
-
-
-Pass = tuple[I64, BatchFeatures]  # indices of the rows of a batch, and their features
-
-
+Pass = tuple[I64, Batch]  # indices of the rows of a batch, and their features
 Units = Sequence[UnitTokens] | TokenRows  # the latter are units of a reader
 
 
@@ -105,7 +86,7 @@ def extract(
     used: str,
     top_k: int,
     hidden_BLH: Tensor | None = None,
-) -> BatchFeatures:
+) -> Batch:
     """Run the body, and the head at the used positions.
 
     Args:
@@ -122,12 +103,8 @@ def extract(
     hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, position_P]
     label_P = ids_BL[row_P, position_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
-    return BatchFeatures(
-        hidden_PH=hidden_PH.to(model.work),
-        residual=residual,
-        row_P=row_P,
-        input_P=ids_BL[row_P, position_P],
-    )
+    input_P, n_rows = ids_BL[row_P, position_P], len(ids_BL)
+    return Batch.of_positions(hidden_PH.to(model.work), residual, row_P, input_P, n_rows, model.head, model.vocab_size)
 
 
 def position_mask(spec: str, loss_mask_BL: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from scipy.sparse import csr_array, diags_array
 from torch import Tensor
 
 from grasp.arrays import F64, I64, Floats
-from grasp.kernels.kernel import Batch, Kernel
+from grasp.kernels.kernel import Kernel
 from grasp.kernels.whitening import SummaryMoments, Whitener
+from grasp.models.batch import Batch
 
 # The residuals of a vocabulary token that occurs in at least this share of the units are stored as a dense row of E
 # numbers, which is then faster than scattered entries.

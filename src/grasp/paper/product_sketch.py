@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grasp.kernels.kernel import Batch
 from grasp.kernels.sketch import CountSketch, Sketch
 from grasp.kernels.whitening import HiddenMoments, Whitener
+from grasp.models.batch import Batch
 from grasp.models.residuals import SparseResidual
 
 

@@ -29,8 +29,8 @@ from grasp.errors import GraspError, RunsError
 from grasp.inspect.health import SampledArtifact
 from grasp.inspect.health_metrics import Check, judge_check, unmeasured_check
 from grasp.inspect.rescoring import SampleFeatures
-from grasp.kernels.kernel import Batch
 from grasp.kernels.whitening import Whitener, second_moments
+from grasp.models.batch import Batch
 from grasp.paper.protocol import InteractionProtocol
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
 from grasp.runs.alignment import Alignment

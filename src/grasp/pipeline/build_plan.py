@@ -211,7 +211,9 @@ def plan_build(
         path = str(output.directory / MODEL)
         set_settings(nested, {"train": "new", "corpus.max_length": max_length, "model.path": path})
     require_flags(nested, REQUIRED, command)
-    settings, in_memory = open_objects(validated(BuildSettings, nested, "settings"), model, tokenizer, corpus, targets)
+    settings, in_memory = validated(BuildSettings, nested, "settings"), InMemory()
+    if IN_MEMORY in (named["model.path"], named["corpus.path"]) or named["targets.names"] == [IN_MEMORY]:
+        settings, in_memory = open_objects(settings, model, tokenizer, corpus, targets)
     if trains_proxy or warm_up or recipe is not None:
         load_units(settings.targets, in_memory.units)  # report errors before the training
     settings = resolve_settings(settings, in_memory.model)

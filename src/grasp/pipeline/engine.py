@@ -19,7 +19,8 @@ from typing import Any
 
 from grasp.corpus.row_store import TokenRows
 from grasp.kernels.gradient import Gradient
-from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels
+from grasp.kernels.kernel import CorpusMoments, Kernel, make_kernels
+from grasp.models.batch import Batch
 from grasp.models.build_source import load_reference
 from grasp.pipeline.model_pass import ModelPass, Workers
 from grasp.pipeline.ray_cluster import JOBS_PER_WORKER, Cluster, ClusterSpec, connected, enter

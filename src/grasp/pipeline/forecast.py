@@ -31,7 +31,7 @@ from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, measure_curvature, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
-from grasp.pipeline.replay_plan import Forecast, forecast_replay, peak_memory, plan_replay, read_recipe
+from grasp.pipeline.replay_plan import Forecast, forecast_replay, peak_memory, plan_replay, read_recipe, time_step
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, ReplaySettings
 from grasp.store.contents import parquet_bytes
@@ -54,6 +54,7 @@ def forecast(
     untrained: bool = False,
     replay: bool = False,
     check: bool = False,
+    warm_up: int | None = None,
     recipe: Path | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> str:
@@ -67,7 +68,8 @@ def forecast(
         untrained: accept a model that predicts the first rows no better than chance.
         replay: also forecast a replay, see `build`.
         check: include the check of the replay, see `build`.
-        recipe: training of the replay, see `build`.
+        warm_up: steps of the training to the state that is read, see `build`; they are part of the time.
+        recipe: training that is predicted, see `build`.
         progress: receives stages and notes.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
@@ -79,7 +81,7 @@ def forecast(
         replay_settings = validated(ReplaySettings, nested.pop("replay", {}), "replay")
         overrides, _ = split_overrides(nested)
         return str(forecast_added_replay(output.directory, read_recipe(recipe), replay_settings, overrides))
-    build_plan = plan_build(nested, output, recipe=recipe, replay=replay)
+    build_plan = plan_build(nested, output, recipe=recipe, replay=replay, warm_up=warm_up)
     build_config = build_plan.settings
     if is_finished:
         raise ArtifactError(f"{output.directory}: is finished, so there is nothing to forecast; choose another --out")
@@ -103,14 +105,19 @@ def forecast(
         is_untrained = untrained or build_plan.trains_proxy
         line, price = _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=is_untrained)
         total += price
-        if build_plan.replay is not None:
+        if build_plan.replay is not None or build_plan.warm_up != 0:
             assert isinstance(inputs.model, ReferenceModel)
             n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
-            train = str(inputs.settings.train)
+            train, settings_of_replay = str(inputs.settings.train), build_plan.replay or ReplaySettings()
             plan = plan_replay(
-                inputs.model, train, build_plan.recipe, build_plan.replay, n_rows=n_rows, context=longest
+                inputs.model, train, build_plan.recipe, settings_of_replay, n_rows=n_rows, context=longest
             )
-            total += forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))[1]
+            if build_plan.warm_up != 0:
+                steps = build_plan.warm_up or max(plan.optimizer.steps // 2, 1)
+                step_seconds = time_step(plan.start(0), inputs.store, plan.order(n_rows, 0)[0] % inputs.store.n_rows)
+                total += Forecast(steps * step_seconds, peak_memory(), 0)
+            if build_plan.replay is not None:
+                total += forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))[1]
     return f"{line}\n{total}"
 
 

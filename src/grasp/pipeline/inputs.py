@@ -17,7 +17,8 @@ from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import Source, open_source
 from grasp.errors import ModelError, SettingsError
 from grasp.files import differences
-from grasp.kernels.kernel import Batch, kernel_class
+from grasp.kernels.kernel import kernel_class
+from grasp.models.batch import Batch
 from grasp.models.build_source import load_reference
 from grasp.models.causal_lm import ReferenceModel, tokenizer_and_context
 from grasp.models.checkpoint import check_readable

@@ -7,13 +7,11 @@ tokens and stored features stay with the artifacts that are merged (the parts). 
 """
 
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,6 +22,7 @@ from grasp.artifact.manifest import LEAKS, LOSS_TOKENS, PER_UNIT, ROW_COLUMNS, S
 from grasp.artifact.reader import ArtifactReader, Leaks
 from grasp.artifact.writer import ArraySpec, ArtifactWriter, lock_artifact
 from grasp.corpus.packing import Skipped
+from grasp.corpus.row_store import first_duplicate
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import DISK_FULL_ERRORS, atomic_path, check_outputs, differences
 from grasp.pipeline.inputs import identity_changes, identity_of
@@ -116,20 +115,8 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
 
 
 def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
-    """Check that no row is in two parts. DuckDB counts the names and spills to disk, so memory is bounded."""
-    all_names = " UNION ALL ".join(
-        f"SELECT CAST(row_id AS VARCHAR) AS row_id, {k} AS part FROM read_parquet(?)" for k in range(len(parts))
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="grasp-merge-") as spill,
-        duckdb.connect(config={"temp_directory": spill, "memory_limit": "512MB", "threads": 2}) as connection,
-    ):
-        duplicate = connection.execute(
-            "SELECT row_id, min(part), max(part), count(*) OVER () "
-            f"FROM ({all_names}) GROUP BY row_id HAVING count(*) > 1 ORDER BY min(part), row_id LIMIT 1",
-            [str(part.rows_path) for part in parts],
-        ).fetchone()
-    if duplicate is not None:
+    """Check that no row is in two parts."""
+    if duplicate := first_duplicate([([part.rows_path], str(k)) for k, part in enumerate(parts)]):
         name, first, last, count = duplicate
         raise ArtifactError(
             f"row_id {name!r} is in {parts[first].location} and in {parts[last].location} ({count:,} such rows in "

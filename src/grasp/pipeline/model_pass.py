@@ -27,9 +27,10 @@ from grasp.corpus.row_store import TokenRows
 from grasp.errors import ModelError
 from grasp.kernels.coordinates import SampledGradients, allocate_unit_gradients
 from grasp.kernels.gradient import Curvature
-from grasp.kernels.kernel import Batch, CorpusMoments, Kernel, make_kernels, needs_backward
+from grasp.kernels.kernel import CorpusMoments, Kernel, make_kernels, needs_backward
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import ReferenceModel, pad_rows
-from grasp.models.forward_pass import BatchFeatures, Reference, Units, extract, forward_passes, position_mask
+from grasp.models.forward_pass import Reference, Units, extract, forward_passes, position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
@@ -70,8 +71,8 @@ class ModelPass:
             yield from self._pair_batches(rows)
             return
         row_ids = rows.table.column("row_id")
-        for index, features, gradient_BK in self._run_model(rows):
-            batch = self._build_batch(features, [row_ids[int(i)].as_py() for i in index], "row")
+        for index, batch, gradient_BK in self._run_model(rows):
+            refuse_non_finite(batch, [row_ids[int(i)].as_py() for i in index], "row")
             yield index, batch if gradient_BK is None else self._with_gradients(batch, gradient_BK)
 
     def _with_gradients(self, batch: Batch, gradient_BK: Tensor) -> Batch:
@@ -94,9 +95,9 @@ class ModelPass:
             names = sides.table.column("row_id").to_pylist()
             side_batches: list[tuple[I64, Batch]] = []
             gradient_SK: Tensor | None = None
-            for side_index, features, gradient_BK in self._run_model(sides):
-                side_names = [names[s] for s in side_index]
-                side_batches.append((side_index, self._build_batch(features, side_names, "row")))
+            for side_index, side_batch, gradient_BK in self._run_model(sides):
+                refuse_non_finite(side_batch, [names[s] for s in side_index], "row")
+                side_batches.append((side_index, side_batch))
                 if gradient_BK is not None:
                     if gradient_SK is None:
                         gradient_SK = gradient_BK.new_empty(len(sides), gradient_BK.shape[1])
@@ -133,14 +134,13 @@ class ModelPass:
             losses_A = np.empty(len(names))  # mean loss of each answer
             for index, features in forward_passes(self.model, items, "all", 1):
                 refuse_non_finite(features, [names[a] for a in index], "unit")
-                losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
+                losses_A[index] = features.loss_B.double().cpu().numpy()
             # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
             # units are averaged.
             weight_A = answers.weights(losses_A) / np.abs(answers.weight_E)[answers.unit_A]
-        batches = [
-            (index, self._build_batch(features, [names[e] for e in index], "unit"))
-            for index, features in forward_passes(self.model, items, self.settings.unit_positions, self.settings.top_k)
-        ]
+        batches = list(forward_passes(self.model, items, self.settings.unit_positions, self.settings.top_k))
+        for index, features in batches:
+            refuse_non_finite(features, [names[e] for e in index], "unit")
         batch = merge_batches(batches, len(items))
         unit_A, weight_of_A = np.arange(n_units), np.ones(n_units)
         if answers is not None:
@@ -154,7 +154,7 @@ class ModelPass:
         compute = partial(unit_gradients, self.sampled, examples, unit_A, weight_of_A, n_units)
         return replace(batch, sampled=self.sampled, unit_gradients=compute)
 
-    def _run_model(self, rows: TokenRows) -> Iterator[tuple[I64, BatchFeatures, Tensor | None]]:
+    def _run_model(self, rows: TokenRows) -> Iterator[tuple[I64, Batch, Tensor | None]]:
         """Yield batches of rows: indices in `rows`, features, and sampled gradients, (B, K), or None."""
         sampled, settings = self.sampled, self.settings
         if sampled is None:
@@ -171,20 +171,6 @@ class ModelPass:
                 padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
                 features = extract(self.model, *padded, settings.positions, settings.top_k, hidden_BLH)
                 yield index, features, gradient_BK
-
-    def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
-        """Build a batch from the features of a pass."""
-        refuse_non_finite(features, names, noun)
-        return Batch(
-            features.hidden_PH,
-            features.residual,
-            features.row_P,
-            features.input_P,
-            len(names),
-            features.row_loss(len(names)),
-            self.model.head,
-            self.model.vocab_size,
-        )
 
 
 def unit_gradients(
@@ -285,11 +271,11 @@ def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I6
         yield from split_on_oom(half, run)
 
 
-def refuse_non_finite(features: BatchFeatures, names: Sequence[str], noun: str) -> None:
+def refuse_non_finite(batch: Batch, names: Sequence[str], noun: str) -> None:
     """Raise an error that names the rows or units (`noun`) for which the model computed NaN or infinity."""
-    finite_P = features.hidden_PH.isfinite().all(dim=1) & features.residual.loss_P.isfinite()
-    finite_P &= features.residual.value_PK.isfinite().all(dim=1)
-    non_finite = torch.unique(features.row_P[~finite_P]).tolist()
+    finite_P = batch.hidden_PH.isfinite().all(dim=1) & batch.residual.loss_P.isfinite()
+    finite_P &= batch.residual.value_PK.isfinite().all(dim=1)
+    non_finite = torch.unique(batch.row_P[~finite_P]).tolist()
     if non_finite:
         named = ", ".join(repr(names[row]) for row in non_finite[:5])
         more = f" and {len(non_finite) - 5} more" if len(non_finite) > 5 else ""

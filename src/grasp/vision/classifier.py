@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from grasp.errors import ModelError
 from grasp.extras import require
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import weights_fingerprint
 from grasp.models.checkpoint import device_of, dtype_of, load_checkpoint
-from grasp.models.forward_pass import BatchFeatures, Pass
+from grasp.models.forward_pass import Pass
 from grasp.models.head import TOLERANCE, OutputHead
 from grasp.models.residuals import head_residual
 from grasp.settings import ModelSettings
@@ -147,7 +148,7 @@ class ImageClassifier:
             yield index, self.features(pixels_BCHW, torch.from_numpy(rows.class_N[index]), top_k)
 
     @torch.inference_mode()
-    def features(self, pixels_BCHW: Tensor, class_B: Tensor, top_k: int) -> BatchFeatures:
+    def features(self, pixels_BCHW: Tensor, class_B: Tensor, top_k: int) -> Batch:
         """Compute the features of a batch of images, each of which is one position.
 
         Args:
@@ -158,12 +159,15 @@ class ImageClassifier:
         """
         hidden_BH = self.hidden(pixels_BCHW)
         class_B = class_B.to(self.device)
-        return BatchFeatures(
-            hidden_PH=hidden_BH.float(),
-            residual=head_residual(self.head, hidden_BH, class_B, top_k, self.vocab_size),
-            row_P=torch.arange(len(hidden_BH), device=self.device),
+        return Batch.of_positions(
+            hidden_BH.float(),
+            head_residual(self.head, hidden_BH, class_B, top_k, self.vocab_size),
+            torch.arange(len(hidden_BH), device=self.device),
             # An image has no input token. Only the `embedding` kernel, which is for language models, reads this field.
-            input_P=torch.zeros_like(class_B),
+            torch.zeros_like(class_B),
+            len(hidden_BH),
+            self.head,
+            self.vocab_size,
         )
 
     @torch.inference_mode()
