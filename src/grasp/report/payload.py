@@ -57,6 +57,7 @@ def payload(findings: Findings) -> dict[str, Any]:
     ]
     return {
         "targets": unique_names(findings.targets, MAX_CELL_CHARS),
+        "weights": findings.weights_T.tolist(),
         "effectUnit": findings.effect_unit,
         "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
         "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
@@ -69,7 +70,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     """Return the slices of a label, the presets of their sliders, and the data that predictions are computed from."""
     slices, n_slices = label.slices, len(label.slices.slices)
 
-    # presets: the given mixture, and the corpus without the slices that hurt more targets than they help
+    # presets: the given mixture, and the corpus without slices that hurt more targets, by weight, than they help
     presets: list[dict[str, Any]] = []
     mixture = findings.mixture
     if not isinstance(mixture, Missing) and mixture.label == slices.label:
@@ -77,7 +78,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         percent_by_slice = [round(100 * min(weight.get(value, 1.0), MAX_WEIGHT)) for value in slices.names]
         clipped = f", clipped at {MAX_WEIGHT:.0%}" if max(weight.values()) > MAX_WEIGHT else ""
         presets.append({"name": f"Mixture of grasp mix{clipped}", "percent": percent_by_slice, "fromMixture": True})
-    votes_G = label.signs(range(len(findings.targets)))[0].sum(axis=1)
+    votes_G = label.signs(range(len(findings.targets)))[0] @ findings.weights_T
     if (votes_G < 0).any() and (votes_G >= 0).any():
         percent = np.where(votes_G < 0, 0, 100).tolist()
         presets.append({"name": "Drop harmful slices", "percent": percent, "fromMixture": False})
@@ -127,7 +128,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
             {"name": shown, "expression": part.expression, "rows": part.rows, "tokens": part.tokens}
             for shown, part in zip(label.names, slices.slices, strict=True)
         ],
-        "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
+        "order": np.argsort(-(label.contribution.value_GT @ findings.weights_T), kind="stable").tolist(),
         "presets": presets,
         "expected": expected,
         **formula,

@@ -357,3 +357,9 @@ def weighted_targets(
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}
+
+
+def format_targets(targets: Mapping[str, float]) -> str:
+    """Format targets as `weighted_targets` parses them, with weights if they differ."""
+    are_equal = len(set(targets.values())) == 1
+    return ",".join(targets if are_equal else (f"{name}={weight:.4g}" for name, weight in targets.items()))
