@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from grasp.api.score import distinct_rows
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS
 from grasp.inspect.explain import explain
@@ -69,10 +70,6 @@ class Page(HTMLParser):
                 self.scripts.append(data)
         elif "style" not in self.inside:
             self.text += data
-
-    def section(self, name: str) -> str:
-        """Text between the heading of a section and the next section, roughly."""
-        return self.text[self.text.index(name) :]
 
 
 def page_text(artifact, **options) -> str:
@@ -126,10 +123,7 @@ def test_hostile_text_is_text(text, parsed):
         assert hostile not in text
     assert "<script>window.hacked=1</script>" in parsed.text
     assert "{{ 7*7 }}" in parsed.text
-    assert (
-        "49"
-        not in parsed.section("The most helpful and most harmful rows").split("Trust")[0].split("{{ 7*7 }}")[1][:20]
-    )
+    assert "49" not in parsed.text.split("{{ 7*7 }}")[1][:20]
     assert "\u202e" not in text
     assert "\x1b" not in text
     assert LINE[:2_000] not in parsed.text
@@ -357,9 +351,7 @@ def test_a_selection_that_is_not_better_is_not_recommended(tmp_path):
         (
             ("--budget", "50documents"),
             False,
-            [
-                r"the best 50 documents.* 50 of 200 rows, [0-9,]+ tokens. Expected change of sciq: [+\u2212][0-9.]+ effect sizes"
-            ],
+            [r"best 50 documents.* 50 of 200 rows, [0-9,]+ tokens. Expected change of sciq: [+\u2212][0-9.]+ effect"],
         ),
         (
             ("--budget", "50", "--by", "row_id"),
@@ -382,6 +374,17 @@ def test_a_selection_is_described(place, tmp_path, arguments, with_runs, pattern
     text = page_text(artifact, selection=tmp_path / "kept.json", **({"runs": runs} if with_runs else {}))
     for pattern in patterns:
         assert re.search(pattern, text), pattern
+
+
+def test_near_copies_and_rows_of_one_document_are_listed_once(tmp_path):
+    words = [f"word{i}" for i in range(30)]
+    texts = [" ".join(words), " ".join([*words[:-1], "other"]), " ".join(words[::-1]), "short", "short"]
+    artifact = write_artifact(tmp_path / "art", n_rows=5, text=texts, topics=("a", "b"))
+    assert distinct_rows(artifact, np.array([5.0, 4.9, 0.0, -4.9, -5.0]), 5).tolist() == [0, 2, 3]
+    apart = np.array([9.0, 5.0, 0.8, 0.7, -9.0])
+    assert distinct_rows(artifact, apart, 2).tolist() == [0, 1]  # similar text of another value is no copy
+    assert distinct_rows(artifact, -apart, 5).tolist() == [4, 3, 2, 1, 0]
+    assert distinct_rows(artifact, apart, 5, apart < 5).tolist() == [2, 3, 4]
 
 
 # shaded words

@@ -7,11 +7,12 @@ Shape letters: B mixtures, G slices, T targets, K example rows.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from grasp.inspect.explanation import dominant_word_notes
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, Predictor
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
@@ -35,8 +36,9 @@ def payload(findings: Findings) -> dict[str, Any]:
             "at": [int(code_K[k]) for code_K in codes],
             "effect": _rounded(examples.effect_KT[k]),
             "rank": examples.rank_KT[k].tolist(),
+            "distinct": examples.distinct_KT[k].tolist(),
         }
-        | ({"shades": findings.shades[k]} if k in findings.shades else {})
+        | _shades(findings.shades.get(k))
         | ({"figures": findings.figures[k]} if k in findings.figures else {})
         for k, row in enumerate(examples.rows)
     ]
@@ -64,6 +66,14 @@ def payload(findings: Findings) -> dict[str, Any]:
         "labels": [_label(findings, label) for label in findings.labels],
         "rows": {"rows": rows, "n": examples.n_ranked, "questions": questions},
     }
+
+
+def _shades(words_by_target: Mapping[str, Sequence[tuple[str, float | None]]] | None) -> dict[str, Any]:
+    """Return the shaded words of a row for each target, and notes on them; empty without words."""
+    if words_by_target is None:
+        return {}
+    notes = {key: dominant_word_notes(*zip(*words, strict=True)) for key, words in words_by_target.items()}
+    return {"shades": words_by_target, "notes": notes}
 
 
 def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
