@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torchopt.pytree import tree_iter
 
-from experiments.replay.run import Comparison, added, default_scores, drawn, parse_options
+from experiments.replay.run import PROBES, Comparison, added, default_scores, drawn, parse_options
 from experiments.replay.setting import World
 from experiments.worlds.artifacts import shares
 from experiments.worlds.run import FOLDER
@@ -134,7 +134,7 @@ def report(world: World, work: Path) -> dict[str, Any]:
     share_BN = shares(environment, world.corpus.store, utilities)
     default_NT = default_scores(world, work, utilities)
     comparison = Comparison(utilities, share_BN, default_NT)
-    replayed = Metagradient.load(work / "replay" / f"{world.name}-difference-0" / "metagradient.safetensors")
+    replayed = Metagradient.load(work / "replay" / f"{world.name}-{PROBES}-probes-0" / "metagradient.safetensors")
     ours_NT = drawn([replayed], len(default_NT))
     result: dict[str, Any] = {"ours": {"scores": comparison.record(ours_NT)}}
     roots = {"our root": our_root(world)}

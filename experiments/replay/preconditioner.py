@@ -34,7 +34,7 @@ from grasp.arrays import F64
 from grasp.files import write_atomically
 from grasp.runs.retrained import RetrainedRuns
 from grasp.training.adamw import AdamWTraining
-from grasp.training.hessian_products import curvature_product
+from grasp.training.hessian_products import RELATIVE_STEP, displaced_weights
 from grasp.training.metagradient import BATCH_TOKENS, examples_of, utility_gradient
 from grasp.training.replayed_rows import standardize_scores
 from grasp.training.row_derivatives import row_derivatives
@@ -48,13 +48,34 @@ DAMPINGS = (1.0, 0.1, 0.01, 0.001)  # fractions of the largest eigenvalue
 STATES = ("initial", "middle")
 
 
+def batch_product(training: AdamWTraining, batch: TokenBatch, direction: list[Tensor]) -> list[Tensor]:
+    """Return J^T B J u for u the direction: J the Jacobian of the logits, B the Hessian of the loss by the logits.
+
+    J u is a central difference of the logits.
+    """
+    slope_PV: Tensor | float = 0.0  # J u
+    for step in displaced_weights(training, direction, (RELATIVE_STEP, -RELATIVE_STEP)):
+        with torch.no_grad():
+            slope_PV = slope_PV + training.label_logits(batch.ids_BL, batch.weight_BL)[0] / (2.0 * step)
+    if isinstance(slope_PV, Tensor):  # otherwise u is 0
+        with torch.enable_grad():
+            logits_PV, labels = training.label_logits(batch.ids_BL, batch.weight_BL)
+            # B is w (diag(p) - p p^T) at each position
+            p_PV = torch.softmax(logits_PV.detach(), dim=-1)
+            weighted_PV = p_PV * slope_PV
+            hessian_PV = weighted_PV - p_PV * weighted_PV.sum(dim=-1, keepdim=True)
+            torch.autograd.backward(logits_PV, hessian_PV * labels.weight_P[:, None].to(hessian_PV.dtype))
+    product = [gradient.clone() for gradient in training.gradients()]
+    training.zero_gradients()
+    return product
+
+
 def gauss_newton_product(training: AdamWTraining, batches: Sequence[TokenBatch], vector: Tensor) -> Tensor:
     """Multiply the Gauss-Newton matrix, a mean over batches, with a vector, (P,)."""
     direction = split(vector, training)
     total = torch.zeros_like(vector)
     for batch in batches:
-        product, _ = curvature_product(training, batch.ids_BL, batch.weight_BL, direction, "gauss-newton")
-        total += flat(product) / len(batches)
+        total += flat(batch_product(training, batch, direction)) / len(batches)
     return total
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,13 @@ from grasp.runs.metrics import rank_correlations
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 from grasp.seeds import bootstrap_weights
-from grasp.training.hessian_products import Curvature
 from grasp.training.metagradient import (
     BATCH_TOKENS,
     Metagradient,
     MetagradientSettings,
     metagradient,
     middle_steps,
-    replay_cost,
+    replay_trainings,
 )
 from grasp.training.replay_checks import check_by_groups, smoothness
 from grasp.training.replayed_rows import drawn_scores, probed_scores, standardize_scores
@@ -74,15 +73,15 @@ def replay(world: World, seed: int, settings: MetagradientSettings, place: Path)
     place.mkdir(parents=True, exist_ok=True)
     used = time.process_time()
     trajectory = Trajectory(world.training(), world.rows, world.order(seed), directory=place / "states")
-    forecast = replay_cost(trajectory.order, world.rows.n_rows, len(world.targets), settings)
-    print(f"{world.name}, order {seed}, {settings.curvature}: {trajectory.size}; {forecast}", flush=True)
+    forecast = replay_trainings(trajectory.order, world.rows.n_rows, len(world.targets), settings)
+    print(f"{world.name}, order {seed}: {trajectory.size}; {forecast:.1f} trainings", flush=True)
     losses = trajectory.train()
     trained = time.process_time() - used
     replayed = metagradient(trajectory, world.targets, settings, lambda left: _progress(left, used))
     replayed.save(arrays)
     shutil.rmtree(place / "states")
     cost: dict[str, Any] = {
-        "trainings_forecast": round(forecast.total, 2),
+        "trainings_forecast": round(forecast, 2),
         "loss_first_last": [round(float(losses[0]), 3), round(float(losses[-1]), 3)],
     }
     if not resumed:  # else what was spent before is not known
@@ -191,7 +190,7 @@ def interval(value_R: F64) -> list[float]:
     return [round(float(np.clip(v, -1.0, 1.0)), 3) for v in (value_R[0], value_R[0] + low, value_R[0] + high)]
 
 
-def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict[str, F64]:
+def ways(orders: Sequence[Metagradient], default_NT: F64) -> dict[str, F64]:
     """Every way to score rows that is compared: alone, and added to the default rule."""
     n_rows = len(default_NT)
     out: dict[str, F64] = {"default": default_NT}
@@ -200,31 +199,28 @@ def ways(replays: Mapping[str, Sequence[Metagradient]], default_NT: F64) -> dict
         out[name] = score_NT
         out[f"{name}, with default"] = added(score_NT, default_NT)
 
-    main_curvature, main_orders = next(iter(replays.items()))
-    for curvature, orders in replays.items():
-        named = "" if curvature == main_curvature else f", {curvature}"
-        groups = {f"order {w}": [replayed] for w, replayed in enumerate(orders)}
-        if len(orders) > 1:
-            groups["all orders"] = list(orders)
-        for label, some in groups.items():
-            probed_NT, drawn_NT = probed(some), drawn(some, n_rows)
-            add(f"all rows, {label}{named}", probed_NT)
-            add(f"drawn rows, {label}{named}", drawn_NT)
-            add(f"both, {label}{named}", added(probed_NT, drawn_NT))
+    groups = {f"order {w}": [replayed] for w, replayed in enumerate(orders)}
+    if len(orders) > 1:
+        groups["all orders"] = list(orders)
+    for label, some in groups.items():
+        probed_NT, drawn_NT = probed(some), drawn(some, n_rows)
+        add(f"all rows, {label}", probed_NT)
+        add(f"drawn rows, {label}", drawn_NT)
+        add(f"both, {label}", added(probed_NT, drawn_NT))
     for weight in WEIGHTS:
-        out[f"default + {weight:g} replay"] = default_NT + weight * standardize_scores(probed(main_orders))
-    probe_steps = [int(step) for step in main_orders[0].probe_steps_M]
+        out[f"default + {weight:g} replay"] = default_NT + weight * standardize_scores(probed(orders))
+    probe_steps = [int(step) for step in orders[0].probe_steps_M]
     for step in probe_steps:
-        out[f"all rows, step {step} alone, all orders"] = probed(main_orders, [step])
+        out[f"all rows, step {step} alone, all orders"] = probed(orders, [step])
     for chosen in ([2], [1, 3], SHIPPED_PROBES) if len(probe_steps) == PROBES else ():
-        out[f"all rows, {len(chosen)} probe steps, all orders"] = probed(main_orders, [probe_steps[m] for m in chosen])
-    for w, of_order in enumerate(main_orders):
+        out[f"all rows, {len(chosen)} probe steps, all orders"] = probed(orders, [probe_steps[m] for m in chosen])
+    for w, of_order in enumerate(orders):
         shipped_NT = standardize_scores(probed([of_order], shipped_probes(of_order)))
         out[f"all rows, 3 probe steps, order {w}"] = shipped_NT
         out[f"default + 4 replay, 3 probe steps, order {w}"] = default_NT + 4 * shipped_NT
     for k, third in enumerate(THIRDS):
-        out[f"drawn rows, {third} third, all orders"] = drawn(main_orders, n_rows, k / 3, (k + 1) / 3)
-    out["drawn rows, last two thirds, all orders"] = drawn(main_orders, n_rows, 1 / 3)
+        out[f"drawn rows, {third} third, all orders"] = drawn(orders, n_rows, k / 3, (k + 1) / 3)
+    out["drawn rows, last two thirds, all orders"] = drawn(orders, n_rows, 1 / 3)
     return out
 
 
@@ -261,20 +257,6 @@ def gate(replays: Sequence[Metagradient]) -> dict[str, Any]:
     return {"orders": records, "agreement_of_two_orders": agreements}
 
 
-def against_central(replayed: Metagradient, central: Metagradient) -> dict[str, Any]:
-    """Compare the derivatives of drawn rows with those by central differences, by third of the steps."""
-    parts_KBT = zip(np.array_split(replayed.drawn_KBT, 3), np.array_split(central.drawn_KBT, 3), strict=True)
-    by_third = {
-        third: [
-            round(float(np.corrcoef(a.ravel(), b.ravel())[0, 1]), 5)
-            for a, b in zip(one_sided_KBT.T, central_KBT.T, strict=True)
-        ]
-        for third, (one_sided_KBT, central_KBT) in zip(THIRDS, parts_KBT, strict=True)
-    }
-    ratio_KT = replayed.adjoint_norm_KT / central.adjoint_norm_KT
-    return {"correlation": by_third, "largest_difference_of_adjoint_norm": round(float(np.abs(ratio_KT - 1).max()), 5)}
-
-
 def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
     return [round(float(spearmanr(a, b).statistic), 3) for a, b in zip(first_NT.T, second_NT.T, strict=True)]
 
@@ -284,7 +266,7 @@ def _agreement(first_NT: F64, second_NT: F64) -> list[float]:
 
 def shipped_replay(name: str, work: Path) -> F64:
     """Return the scores of rows by the first order and three probe steps, as a build replays by default, (N, T)."""
-    replayed = Metagradient.load(work / "replay" / f"{name}-difference-0" / "metagradient.safetensors")
+    replayed = Metagradient.load(work / "replay" / f"{name}-{PROBES}-probes-0" / "metagradient.safetensors")
     return standardize_scores(probed([replayed], shipped_probes(replayed)))
 
 
@@ -318,28 +300,19 @@ def default_scores(world: World, work: Path, utilities: Utilities) -> F64:
 def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
     """Replay an environment's training in several orders, and compare."""
     world = World.open(name, options.data, options.work)
-    differences: Curvature = "one-sided" if options.as_built else "difference"
     probes = len(SHIPPED_PROBES) if options.as_built else PROBES
     settings = MetagradientSettings(
         probe_steps=middle_steps(world.kind.recipe.steps, probes),
-        curvature=differences,
         batch_tokens=BATCH_TOKENS if world.kind.rows == "small" else LARGE_MODEL_TOKENS,
     )
-    replays: dict[str, list[Metagradient]] = {}
-    costs = {}
-    for curvature, orders in ((differences, options.orders), ("gauss-newton", options.gauss_newton)):
-        for seed in range(orders):
-            changed = settings.model_copy(update={"curvature": curvature})
-            replayed, cost = replay(world, seed, changed, options.work / "replay" / f"{name}-{curvature}-{seed}")
-            replays.setdefault(curvature, []).append(replayed)
-            costs[f"{curvature}, order {seed}"] = cost
+    orders, costs, folder = [], {}, options.work / "replay"
+    for seed in range(options.orders):
+        replayed, cost = replay(world, seed, settings, folder / f"{name}-{probes}-probes-{seed}")
+        orders.append(replayed)
+        costs[f"order {seed}"] = cost
     check = {}
     if options.check:
-        first = options.work / "replay" / f"{name}-{differences}-0"
-        check["check_by_groups"] = group_check(world, replays[differences][0], first, options.check)
-    central = options.work / "replay" / f"{name}-difference-0" / "metagradient.safetensors"
-    if options.as_built and central.exists():
-        check["against_central"] = against_central(replays[differences][0], Metagradient.load(central))
+        check["check_by_groups"] = group_check(world, orders[0], folder / f"{name}-{probes}-probes-0", options.check)
     environment = RetrainedRuns.open(FOLDER / name)
     utilities = environment.utilities(seeds=(0,), partial=True)
     assert tuple(dict.fromkeys(utilities.targets)) == tuple(target.name for target in world.targets)
@@ -354,8 +327,8 @@ def report(name: Name, options: argparse.Namespace) -> dict[str, Any]:
         "settings": settings.model_dump(mode="json"),
         "noise": noise(environment, utilities),
         "cost": costs,
-        "gate": gate(replays[differences]) | check,
-        "scores": {label: comparison.record(score_NT) for label, score_NT in ways(replays, default_NT).items()},
+        "gate": gate(orders) | check,
+        "scores": {label: comparison.record(score_NT) for label, score_NT in ways(orders, default_NT).items()},
     }
 
 
@@ -368,12 +341,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, required=True, help="Model, rows, artifacts and replays.")
     parser.add_argument("--out", type=Path, required=True, help="JSON to write.")
     parser.add_argument("--orders", type=int, default=2, help="Orders of rows that are replayed.")
-    parser.add_argument("--gauss-newton", type=int, default=0, help="Orders that are replayed with Gauss-Newton too.")
     parser.add_argument(
         "--check", type=int, default=8, help="Retrainings with moved weights of groups of rows; 0: none."
     )
     parser.add_argument(
-        "--as-built", action="store_true", help="Replay as grasp build does: one-sided differences, three probe steps."
+        "--as-built", action="store_true", help="Replay as grasp build does: three probe steps in the place of five."
     )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

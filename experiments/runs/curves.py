@@ -10,7 +10,7 @@ Shape letters: R runs, S seeds, T tasks, F features.
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import import_runs
+from grasp.runs.mixture_law import fit_process
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
@@ -95,10 +96,11 @@ def of_regmix(data: Path) -> World:
         import_runs(data / f"{part}_mixture_1m.csv", data / f"{part}_pile_loss_1m.csv", label="source")
         for part in ("train", "test")
     )
-    assert train.values == test.values
     assert train.metrics == test.metrics
     n_tasks = len(train.metrics)
-    features, held = (SubsetFeatures.from_shares(part.weights_RG(), n_tasks) for part in (train, test))
+    columns = [test.values.index(value) for value in train.values]
+    features = SubsetFeatures.from_shares(train.weights_RG(), n_tasks)
+    held = SubsetFeatures.from_shares(test.weights_RG()[:, columns], n_tasks)
     return World("regmix 1M", features, train.utility_RST(), held, test.utility_RST().mean(axis=1))
 
 
@@ -136,24 +138,25 @@ def draw(world: World, k: int, rng: np.random.Generator) -> dict[str, list[float
         ),
     }
     n_tasks, seeds = truth_RT.shape[1], world.utility_RST.shape[1]
-    known = {
-        "learned, runs alone": (
-            SubsetFeatures.from_shares(runs.share_BG, n_tasks),
-            SubsetFeatures.from_shares(held.share_BG, n_tasks),
-        )
-    }
+    law, process = fit_process(runs.share_BG, utility_RST)
+    shares = SubsetFeatures.from_shares(held.share_BG, n_tasks)
+    with_law = shares if law is None else replace(shares, relevance_BT=law.predict(held.share_BG))
+    fits = {"learned, runs alone": (process, with_law)}
     if np.ptp(features.relevance_BT):
         out["relevance"] = list(rho(held.relevance_BT, truth_RT))
-        known["learned, both"] = (runs, held)
-    for name, (seen, held_out) in known.items():
-        process = GaussianProcess.fit(seen, utility_RST)
-        mean_RT, spread_RT = process.predict(held_out)
-        covered_RT = _covered(process, mean_RT, spread_RT, truth_RT, seeds)
-        far_R = np.linalg.norm(held_out.share_BG - seen.share_BG.mean(axis=0), axis=1)
-        edge_R = far_R > np.quantile(far_R, 1 - EDGE)
+        fits["learned, both"] = (GaussianProcess.fit(runs, utility_RST), held)
+    else:
+        without_law = GaussianProcess.fit(SubsetFeatures.from_shares(runs.share_BG, n_tasks), utility_RST)
+        fits["process without the law"] = (without_law, shares)
+    far_R = np.linalg.norm(held.share_BG - runs.share_BG.mean(axis=0), axis=1)
+    edge_R = far_R > np.quantile(far_R, 1 - EDGE)
+    for name, (fitted, held_out) in fits.items():
+        mean_RT, spread_RT = fitted.predict(held_out)
+        covered_RT = _covered(fitted, mean_RT, spread_RT, truth_RT, seeds)
         out[name] = [
             *rho(mean_RT, truth_RT),
             *(float(covered.mean()) for covered in (covered_RT, covered_RT[~edge_R], covered_RT[edge_R])),
+            100 * float(np.abs((mean_RT - truth_RT) / truth_RT).mean()),
         ]
     return out
 
@@ -184,7 +187,7 @@ def curve(world: World, ks: tuple[int, ...], draws: int) -> list[dict[str, objec
                 line |= {"gain": round(float(gain.mean()), 4)}
                 line |= {"gain_interval": [round(float(gain.mean() + z * wide), 4) for z in (-1, 1)]}
             if values.shape[1] > 2:
-                names = ("coverage", "coverage_middle", "coverage_edge")
+                names = ("coverage", "coverage_middle", "coverage_edge", "percent_error")
                 line |= {name: round(float(values[:, 2 + k].mean()), 4) for k, name in enumerate(names)}
             lines.append(line)
             print(json.dumps(line), flush=True)

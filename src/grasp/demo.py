@@ -10,17 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import lock_artifact
-from grasp.corpus import RowStore, read_documents
 from grasp.errors import RunsError
 from grasp.file_readers import readers
-from grasp.files import atomic_path, claim_directory
-from grasp.models.tokenizer import HfTokenizer, train_tokenizer
+from grasp.files import claim_directory
 from grasp.pipeline.pipeline import build_artifact
+from grasp.pipeline.proxy import prepare_rows
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.progress import Progress
 from grasp.runs.alignment import match_targets
@@ -129,17 +126,9 @@ def make_corpus(demo: Demo) -> None:
 def make_model(demo: Demo, progress: Progress) -> None:
     """Train a Hugging Face checkpoint from scratch on the whole corpus, with a shortened `tiny` recipe."""
     recipe = named_recipe("tiny").model_copy(update={"steps": STEPS})
-    tokenizer_path = demo.out / "tokenizer"
-    if not tokenizer_path.exists():
-        texts = (document.text or "" for document in read_documents(demo.corpus))
-        with atomic_path(tokenizer_path) as part:
-            train_tokenizer(texts, vocab_size=recipe.shape.vocab_size).save_pretrained(part)
-    tokenizer = HfTokenizer(
-        AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False), vocab_size=recipe.shape.vocab_size
-    )
     with lock_artifact(demo.artifact_path):  # the build reuses these rows
-        rows = RowStore.write(
-            demo.artifact_path / "tokens", demo.corpus, tokenizer, shard_rows=demo.settings.shard_rows
+        tokenizer, rows = prepare_rows(
+            demo.out / "tokenizer", demo.artifact_path / "tokens", demo.corpus, shard_rows=demo.settings.shard_rows
         )
     tokens = recipe.batch_rows * recipe.shape.context
     progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)

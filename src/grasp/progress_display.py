@@ -159,11 +159,8 @@ class Watch(Progress):
 
     def _print(self, *parts: str) -> None:
         """Print a line on the current stage."""
-        self._write(plain(f"{self._name}: {', '.join(part for part in parts if part)}"))
-
-    def _write(self, line: str) -> None:
         if not self.quiet:
-            print(line, file=sys.stderr)
+            print(plain(f"{self._name}: {', '.join(filter(None, parts))}"), file=sys.stderr)
 
     def _close_stage(self) -> None:
         """Print the duration of the current stage, if lines are printed."""
@@ -198,7 +195,8 @@ class NotebookWatch(Watch):
     def note(self, line: str) -> None:
         self._display(f"note: {plain(line)}")
 
-    def _write(self, line: str) -> None:
+    def _print(self, *parts: str) -> None:
+        line = plain(f"{self._name}: {', '.join(filter(None, parts))}")
         if self._line is None:
             self._line = self._display(line)
         else:

@@ -18,7 +18,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -287,15 +286,6 @@ class ModelSettings(Settings):
         """Return the name of the reader; None: the model is a causal LM, which reads texts."""
         return next(iter(self.model_extra or {}), None)
 
-    @property
-    def reader_settings(self) -> ReaderSettings:
-        """Return the settings of the reader, which must be given."""
-        assert self.reader is not None
-        assert self.model_extra is not None
-        settings = self.model_extra[self.reader]
-        assert isinstance(settings, ReaderSettings)
-        return settings
-
 
 POSITIONS = re.compile(r"all|tail:[1-9]\d*|stride:[1-9]\d*")
 
@@ -330,8 +320,8 @@ class FeatureSettings(Settings):
     )
     summary_positions: Positions | None = Field(
         None,
-        description="Positions over which summaries are averaged, for sketches and kernels of summaries; their "
-        "moments are then those of summaries. null: `positions`. Paper: tail:32.",
+        description="The same as `positions`, if units are read there too, and the moments of sketches are those of "
+        "averages over each row, as in the paper. null: units are read everywhere. Paper: tail:32.",
     )
     gradient_coordinates: Annotated[int, Field(ge=1)] | Literal["all"] | None = Field(
         None,
@@ -386,20 +376,19 @@ class FeatureSettings(Settings):
             return {**load(PROTOCOLS, data["rule"]).feature_defaults, **data}
         return data
 
-    @field_validator("rule")
-    @classmethod
-    def _validate_rule(cls, rule: str) -> str:
-        known = [*OWN_RULES, *entries(PROTOCOLS)]
-        if rule not in known:
-            raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
-        return rule
-
-    @field_validator("alpha")
-    @classmethod
-    def _validate_alpha(cls, value: float) -> float:
-        if value not in (0.5, 1.0):
-            raise ValueError(f"expected 1 or 0.5, got {value}")
-        return value
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        rules = [*OWN_RULES, *entries(PROTOCOLS)]
+        refuse(
+            {
+                f"rule: expected one of {', '.join(rules)}, got {self.rule!r}": self.rule not in rules,
+                f"alpha: expected 1 or 0.5, got {self.alpha}": self.alpha not in (0.5, 1.0),
+                f"summary_positions: expected {self.positions} as `positions`, got {self.summary_positions}": (
+                    self.summary_positions not in (None, self.positions)
+                ),
+            }
+        )
+        return self
 
     def completed(self, **values: Any) -> Self:
         """Return settings with these values of fields, where they are unset."""
@@ -413,15 +402,9 @@ class FeatureSettings(Settings):
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
-    def row_positions(self) -> tuple[str, ...]:
-        """Return the positions of a row that are read: those of kernels, then those of summaries if different."""
-        summary = self.summary_positions
-        return (self.positions,) if summary in (None, self.positions) else (self.positions, summary)
-
-    @property
-    def unit_positions(self) -> tuple[str, ...]:
-        """Return the positions of a unit that are read: kernels read all, summaries may read fewer."""
-        return ("all",) if self.summary_positions in (None, "all") else ("all", self.summary_positions)
+    def unit_positions(self) -> str:
+        """Return the positions of a unit that are read."""
+        return self.summary_positions or "all"
 
 
 NO_TARGET = "targets: name at least one, e.g. `sciq`"
@@ -498,11 +481,6 @@ class ReplaySettings(Settings):
         None,
         description="Last steps of a training that are differentiated; the model before them is held fixed. Default: "
         "all steps; for a new model the last two thirds.",
-    )
-    curvature: Literal["one-sided", "difference", "gauss-newton"] = Field(
-        "one-sided",
-        description="Curvature of a batch's loss: one-sided differences of gradients; central differences, at twice "
-        "the price; or Gauss-Newton, which is also tried if those are not smooth.",
     )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
@@ -602,11 +580,6 @@ class RetrainSettings(Settings):
             }
         )
         return self
-
-    @property
-    def recorded_losses(self) -> tuple[Literal["completion", "assistant", "all"], ...]:
-        """Return the losses that are recorded, without duplicates."""
-        return tuple(dict.fromkeys(self.losses)) or (self.targets.loss_on,)
 
 
 def path_settings(settings_class: type[S], value: S | Mapping[str, Any] | Path | str, location: str) -> S:

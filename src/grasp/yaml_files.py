@@ -1,7 +1,7 @@
 """Read, validate and write YAML settings; all errors of a file are reported in one line.
 
 No other module reads or writes YAML. Settings are nested dictionaries before they are validated. The name of a setting
-is its dotted path in them, e.g. `model.classifier.factory`. Start with `validated_yaml`.
+is its dotted path in them, e.g. `model.classifier.factory`. Start with `validated` and `read_yaml`.
 """
 
 from collections.abc import Mapping
@@ -41,22 +41,6 @@ def validated(
         return model_class.model_validate(data)
     except ValidationError as err:
         raise error_type(describe(err, location, model_class)) from err
-
-
-def validated_yaml(model_class: type[M], path: Path | str, what: str, error_type: type[GraspError]) -> M:
-    """Read and validate a YAML file (JSON is YAML, too).
-
-    Args:
-        model_class: class of the result.
-        path: the file.
-        what: what the file is, for error messages, e.g. protocol.
-        error_type: class of errors.
-    """
-    try:
-        data = read_yaml(Path(path))
-    except SettingsError as err:
-        raise error_type(str(err)) from err
-    return validated(model_class, data, f"{what} {path}", error_type)
 
 
 def describe(err: ValidationError, location: str, model_class: type[BaseModel] | None = None) -> str:

@@ -180,18 +180,14 @@ def test_with_an_identity_body_it_equals_the_inner_product_of_exact_embedding_gr
     model = embedding_as_body(tied=tied, cap=cap)
     rng = np.random.default_rng(2)
     rows, units = ([rng.integers(0, 20, size=n).astype(np.int32) for n in lengths] for lengths in ((9, 4, 14), (5, 7)))
-    features = [extract(model, *pad_rows(sequences), ("all",), V) for sequences in (rows, units)]
+    features = [extract(model, *pad_rows(sequences), "all", V) for sequences in (rows, units)]
     precondition = rng.uniform(0.5, 2.0, size=V)
     root = rng.normal(size=(H, H))
     whitener = Whitener(np.zeros(H), root @ root.T, precondition)
     row, unit = features
     delta_SH = hidden_gradient(model.head, unit.residual)
-    targets = prepare_targets(
-        delta_SH, one_hot_tokens(unit.input_P[unit.position_masks[0]]), unit.row_P, 2, whitener, 3
-    )
-    actual = embedding_relevance(
-        targets, model.head, row.residual, row.input_P[row.position_masks[0]], row.row_P, 3
-    ).numpy()
+    targets = prepare_targets(delta_SH, one_hot_tokens(unit.input_P), unit.row_P, 2, whitener, 3)
+    actual = embedding_relevance(targets, model.head, row.residual, row.input_P, row.row_P, 3).numpy()
     row_gradient, unit_gradient = (embedding_gradients(model, sequences) @ root @ root.T for sequences in (rows, units))
     expected = np.einsum("v,ivh,evh->ie", precondition, row_gradient, unit_gradient)
     assert np.abs(expected).max() > 0.1

@@ -265,7 +265,7 @@ def prepared_kernel(gradients: SampledGradients, examples, unit_examples) -> Gra
     model = gradients.engine.model
     kernel = Gradient(model, asked_for(None), CorpusMoments(model.vocab_size))
     for example in examples:
-        kernel.observe(batch_of(gradients, [example]))
+        kernel.corpus.observe(batch_of(gradients, [example]))
     curvature = kernel.moments(Curvature)
     curvature.measure(
         gradients, examples, learning_rate_sum=LEARNING_RATE_SUM, batch_rows=BATCH_ROWS, seed=SEED, advance=ignore
@@ -293,7 +293,7 @@ def batch_of(gradients: SampledGradients, examples) -> Batch:
     residual = SparseResidual(none[:, None], none[:, None].float(), none.float())
     of_positions = torch.zeros(0, model.hidden_size), residual, none, none, len(examples)
     loss_B = torch.zeros(len(examples))
-    return Batch(*of_positions, loss_B, model.head, model.vocab_size, None, sampled_BK, gradients)
+    return Batch(*of_positions, loss_B, model.head, model.vocab_size, sampled_BK, gradients)
 
 
 def test_with_all_coordinates_it_equals_dense_curvature_of_autograd_gradients(family, monkeypatch):

@@ -75,9 +75,9 @@ def test_token_relevance_is_the_inner_product_of_gradients_of_the_head(name):
     reference = model_of(name)
     reference.check()
     ids, loss_mask = pad_rows(ROWS, MASKS)
-    features = extract(reference, ids, loss_mask, ("all",), V)
+    features = extract(reference, ids, loss_mask, "all", V)
     plain = Whitener(mean_H=np.zeros(H), map_HH=np.eye(H), precondition_V=np.ones(V))
-    hidden, residual, row = features.at_spec(0)
+    hidden, residual, row = features.hidden_PH, features.residual, features.row_P
     targets = prepare_targets(hidden, residual, row, len(ROWS), plain, 8)
     relevance = output_layer_relevance(targets, hidden, residual, row, len(ROWS))
     gradients = [gradient(reference, r, loss_mask[b, : len(r)].numpy()).flatten() for b, r in enumerate(ROWS)]

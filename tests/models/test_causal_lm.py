@@ -82,8 +82,8 @@ def test_a_model_without_a_head_is_refused():
         ReferenceModel(make_model("llama").model, tokenizer=None)
 
 
-def dense(features, which: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    hidden, residual, row_P = features.at_spec(which)
+def dense(features, row: int) -> tuple[np.ndarray, np.ndarray]:
+    hidden, residual, row_P = features.hidden_PH, features.residual, features.row_P
     chosen = row_P == row
     out = np.zeros((int(chosen.sum()), VOCAB))
     for line, index, value in zip(out, residual.index_PK[chosen], residual.value_PK[chosen], strict=True):
@@ -94,11 +94,10 @@ def dense(features, which: int, row: int) -> tuple[np.ndarray, np.ndarray]:
 def test_features_of_a_row_do_not_depend_on_its_batch(family):
     model = reference(family)
     short, long, other = rows(9, 40, 9)
-    specs = ("tail:32", "all")
     results = []
     for batch in ([short], [other, short, other], [long, short]):
-        features = extract(model, *pad_rows(batch), specs, VOCAB - 1)
-        results.append(dense(features, 1, [line is short for line in batch].index(True)))
+        features = extract(model, *pad_rows(batch), "all", VOCAB - 1)
+        results.append(dense(features, [line is short for line in batch].index(True)))
     for hidden, residual in results[1:]:
         np.testing.assert_allclose(hidden, results[0][0], rtol=0, atol=rounding(TERMS, hidden))
         np.testing.assert_allclose(residual, results[0][1], rtol=0, atol=rounding(TERMS + VOCAB))
@@ -108,8 +107,8 @@ def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     """Check the basic identity d loss / d W = sum_t xi_t (x) h_t, with every coordinate stored."""
     model = reference(family)
     ids, loss_mask = pad_rows(rows(12))
-    features = extract(model, ids, loss_mask, ("all",), VOCAB)
-    hidden, residual = dense(features, 0, 0)
+    features = extract(model, ids, loss_mask, "all", VOCAB)
+    hidden, residual = dense(features, 0)
 
     leaf = model.hidden(ids)[0, :-1].clone()
     weight = model.head.linear.weight.detach().clone().requires_grad_(True)

@@ -95,7 +95,7 @@ def test_the_loss_of_a_row_does_not_depend_on_its_batch_or_on_earlier_rows(case)
     examples = [Example(unit.input_ids) for unit in units()]
     for _ in range(2):  # state of the first pass does not affect the second
         losses = np.empty(len(LENGTHS))
-        for index, features in forward_passes(reference, units(), ("all",), VOCAB):
+        for index, features in forward_passes(reference, units(), "all", VOCAB):
             losses[index] = features.row_loss(len(index))
         np.testing.assert_allclose(losses, expected, rtol=0, atol=close)
         for index in engine.batches(examples):

@@ -132,7 +132,7 @@ def compare(model: nn.Module, fresh: nn.Module) -> tuple[SampledGradients, list[
     reference.check()
     rows = corpus(min(reference.context or 30, POSITIONS))
     row_numbers = [numbers_of_row(fresh, rows.ids(i), rows.mask(i)) for i in range(len(rows))]
-    for index, features in forward_passes(reference, rows, ("all",), VOCAB):
+    for index, features in forward_passes(reference, rows, "all", VOCAB):
         assert len(index) == len(rows)
         losses = features.row_loss(len(index))
         for b, i in enumerate(index):

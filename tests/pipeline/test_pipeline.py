@@ -197,10 +197,11 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    kernels = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled")
-    features = {"kernels": kernels, "sample_positions": 10**6, "summary_positions": "tail:32"}
-    settings = world(root, features=features)
+    kernels = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear")
+    settings = world(root, features={"kernels": kernels, "sample_positions": 10**6})
     arrays_by_name = arrays(build_artifact(settings, root / "exact"))
+    last = {"kernels": ("pooled",), "positions": "tail:32", "summary_positions": "tail:32"}
+    arrays_by_name |= arrays(build_artifact(changed(settings, features=last), root / "exact-last"))
     reference = Reference(settings)
     rows = reference.rows(texts(40), settings.corpus.max_length)
     units = []
@@ -208,7 +209,7 @@ def test_relevance_equals_the_float64_reference(root):
         ids = reference.tokenizer(line["prompt"])["input_ids"]
         units.append(reference.positions(ids + reference.tokenizer(line["completion"])["input_ids"], len(ids) - 1))
     order = [int(name.rsplit("-", 1)[1]) for name in ArtifactReader.open(root / "exact").units["unit_id"].to_pylist()]
-    for name in kernels:
+    for name in (*kernels, "pooled"):
         expected = getattr(reference, name)(rows, units)[:, order]
         np.testing.assert_allclose(arrays_by_name[f"relevance_{name}"], expected, atol=2e-4 * np.abs(expected).max())
 
@@ -220,14 +221,14 @@ def lines_of(path: Path) -> list[dict]:
 @pytest.mark.parametrize("last", [0, 32])
 def test_sketches_equal_the_float64_reference(root, tmp_path, last):
     """Whiten means of all positions as positions are, and means of the last 32 as means of rows are."""
-    summary = {"summary_positions": f"tail:{last}"} if last else {}
+    summary = {"positions": f"tail:{last}", "summary_positions": f"tail:{last}"} if last else {}
     settings = world(root, features={"kernels": SKETCHES, "sample_positions": 10**6, "hidden_width": 16} | summary)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "art"))
     results = {name: array / artifact.manifest.arrays[name].gain for name, array in arrays(artifact.path).items()}
     reference = Reference(settings)
-    rows = reference.rows(texts(40), settings.corpus.max_length)
+    rows = [[part[-last:] for part in row] for row in reference.rows(texts(40), settings.corpus.max_length)]
     positions = tuple(np.concatenate(part) for part in list(zip(*rows, strict=True))[:2])
-    hidden, residual = reference.summaries(rows, last)
+    hidden, residual = reference.summaries(rows)
     mean, white, precondition = reference.whitener(*((hidden, residual) if last else positions))
     np.testing.assert_allclose(results["hidden_sketch"], (hidden - mean) @ white, atol=2e-4 * np.abs(hidden).max())
 
@@ -381,7 +382,7 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
     settings["features"] = {"rule": "paper", "positions": "tail:3", "summary_positions": "tail:3"}
     artifact = ArtifactReader.open(build_artifact(build_settings(settings), tmp_path / "paper"))
     assert set(artifact.array_names) == {"relevance_pooled", "hidden_sketch", "residual_sketch"}
-    unit_positions = sum(len(tokens.input_ids) - tokens.first for tokens in BuildSource(artifact).unit_tokens)
+    unit_positions = sum(min(3, len(unit.input_ids) - unit.first) for unit in BuildSource(artifact).unit_tokens)
     assert unit_positions > 6
     assert 2.9 * artifact.n_rows < sum(head_positions) - unit_positions <= 3 * artifact.n_rows  # some rows are shorter
 
@@ -561,19 +562,21 @@ def test_progress_counts_rows_per_batch_and_not_per_shard(root, tmp_path):
 @pytest.mark.parametrize("more", [{}, {"train": "further", "keep_features": True}])
 def test_a_forecast_counts_the_output_of_a_build_and_writes_nothing(root, tmp_path, more):
     settings, out = world(root, **more), tmp_path / "art"
-    rows, questions, kernels, duration, disk = forecast(out, settings.model_dump(), untrained=True).splitlines()
+    counts, total = forecast(out, settings.model_dump(), untrained=True).splitlines()
     assert not out.exists()
     build_artifact(settings, out)
     art = ArtifactReader.open(out)
-    assert (rows, questions) == (f"rows: {art.n_rows} of 40 documents", "questions: 6 of facts")
-    ranking = {f"relevance_{name}" for name in kernels.removeprefix("kernels: ").split(", ")}
+    rows, questions, kernels = counts.split("; ")
+    assert rows.startswith(f"{art.n_rows} rows and ")
+    assert (rows.endswith(" of 40 documents"), questions) == (True, "6 questions of facts")
+    ranking = {f"relevance_{name}" for name in kernels.removeprefix("rows rank by ").split(", ")}
     assert ranking == {n for n in art.array_names if n.startswith("relevance_")}
     assert ranking < set(art.array_names)  # sketches are built as well, and rank nothing
-    assert re.fullmatch(r"time: [\d,]+ tokens on cpu: about .* s, timed on [\d,]+ tokens", duration)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    more_disk = r"(?:, and [1-9][\d.]* \w+ more until it is finished)?"  # left out if it is 0
-    number, unit = re.fullmatch(rf"disk: about ([\d.]+) (\w+){more_disk}", disk).groups()
-    assert size / 2 < float(number) * {"kB": 1e3, "MB": 1e6}[unit] < 2 * size
+    number, unit = re.fullmatch(
+        r"about \d+ s at the present load of [\d.]+, [\d,.]+ .B of memory, ([\d.]+) (\w+) of disk until .*", total
+    ).groups()
+    assert size / 2 < float(number) * {"kB": 1e3, "MB": 1e6}[unit] < 4 * size  # with cached features
     with pytest.raises(ArtifactError, match="is finished"):
         forecast(out, settings.model_dump())
     with pytest.raises(ModelError, match="looks untrained"):

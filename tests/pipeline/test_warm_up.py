@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grasp.api.retrain import _settings_of_artifact
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.pipeline.build import add_replay, build
+from grasp.pipeline.build_plan import output_location, plan_build
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.faults import Killed, raising
 from tests.pipeline.test_pipeline import Notes
@@ -36,8 +38,8 @@ def warmed(settings, root):
     return warm(settings, root / "warmed").path
 
 
-def relevance(out):
-    return next(ArtifactReader.open(out).array_blocks("relevance_gradient", block_rows=1_000))[1]
+def relevance(out, kernel="gradient"):
+    return next(ArtifactReader.open(out).array_blocks(f"relevance_{kernel}", block_rows=1_000))[1]
 
 
 def test_kernels_read_the_model_after_the_steps(settings, warmed, tmp_path):
@@ -45,7 +47,7 @@ def test_kernels_read_the_model_after_the_steps(settings, warmed, tmp_path):
     assert not (warmed / "warm-up").exists()
     assert verify(warmed).ok
     direct = settings | {"model": settings["model"] | {"path": str(warmed / "model")}}
-    other = build(out=tmp_path / "direct", settings=direct, recipe=RECIPE, untrained=True).path
+    other = build(out=tmp_path / "direct", settings=direct, recipe=RECIPE, untrained=True, warm_up=0).path
     np.testing.assert_array_equal(relevance(warmed), relevance(other))
     plain = build(out=tmp_path / "plain", settings=settings, untrained=True).path
     assert (relevance(warmed) != relevance(plain)).any()
@@ -53,10 +55,11 @@ def test_kernels_read_the_model_after_the_steps(settings, warmed, tmp_path):
 
 def test_the_steps_are_those_of_torch(settings, warmed):
     rows = RowStore.open(warmed / "tokens")
-    recipe = FineTuningRecipe.from_mapping(RECIPE | {"max_steps": STEPS})
+    recipe = FineTuningRecipe.from_mapping(RECIPE)
+    assert recipe.steps(rows.n_rows) > STEPS
     model = AutoModelForCausalLM.from_pretrained(settings["model"]["path"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
-    for index_B in recipe.order(rows.n_rows, seed=settings["features"]["seed"]):
+    for index_B in recipe.order(rows.n_rows, seed=settings["features"]["seed"])[:STEPS]:
         batch = rows.rows(index_B)
         losses = []
         for i in range(len(batch)):
@@ -91,7 +94,7 @@ def test_the_same_command_has_nothing_to_do_and_another_number_of_steps_is_refus
     notes = Notes()
     warm(settings, warmed, progress=notes)
     assert any("nothing to do" in line for line in notes.lines)
-    with pytest.raises(ArtifactError, match="max_steps: was 3, now 4"):
+    with pytest.raises(ArtifactError, match="steps: was 3, now 4"):
         warm(settings, warmed, warm_up=4)
 
 
@@ -99,8 +102,8 @@ def test_the_same_command_has_nothing_to_do_and_another_number_of_steps_is_refus
     ("changes", "options", "keyword"),
     [
         ({"train": "new"}, {"recipe": None}, "--train new"),
-        ({}, {"replay": True}, "--replay"),
-        ({}, {"warm_up": 0}, "got 0"),
+        ({}, {"warm_up": -1}, "got -1"),
+        ({}, {"warm_up": 1000}, "expected 1 to"),
         ({}, {"recipe": RECIPE | {"lora_r": 2}}, "adapter"),
         ({}, {"recipe": RECIPE | {"max_length": 4}}, "max_length: got 4"),
         ({"features": {"kernels": ["output_layer"]}}, {"warm_up": None}, "--recipe: no effect"),
@@ -115,7 +118,29 @@ def test_what_makes_no_sense_is_refused(settings, changes, options, keyword, tmp
         warm(changed, tmp_path / "art", **options)
 
 
-def test_a_replay_starts_from_the_model_before_the_warm_up(warmed, tmp_path):
+def test_a_recipe_takes_half_of_its_steps_unless_it_trains_an_adapter(settings, tmp_path):
+    recipe = RECIPE | {"num_train_epochs": 2}
+    half = warm(settings, tmp_path / "half", warm_up=None, recipe=recipe).path
+    steps = FineTuningRecipe.from_mapping(recipe).steps(RowStore.open(half / "tokens").n_rows) // 2
+    by_number = warm(settings, tmp_path / "counted", warm_up=steps, recipe=recipe).path
+    np.testing.assert_array_equal(relevance(half), relevance(by_number))
+    for name, options in (
+        ("lora", {"recipe": RECIPE | {"lora_r": 2}, "warm_up": None}),
+        ("none", {"warm_up": 0}),
+        ("default", {"recipe": None, "warm_up": None}),
+    ):
+        plan = plan_build(dict(settings), output_location(tmp_path / name), **{"recipe": RECIPE} | options)
+        assert plan.warm_up == 0, name
+    assert plan_build(dict(settings), output_location(tmp_path / "art"), recipe=RECIPE).warm_up is None
+
+
+def test_replays_and_retrainings_begin_with_the_model_before_the_warm_up(settings, warmed, tmp_path):
     out = Path(shutil.copytree(warmed, tmp_path / "art"))
-    with pytest.raises(SettingsError, match="without --warm-up"):
-        add_replay(out)
+    assert _settings_of_artifact(out, {"train": "further"})["model"]["path"] == settings["model"]["path"]
+    recipe = RECIPE | {"max_steps": 2}
+    add_replay(out, recipe=recipe)
+    plain = build(out=tmp_path / "plain", settings=settings, recipe=recipe, untrained=True, replay=True, warm_up=0).path
+    replays = [
+        next(ArtifactReader.open(path).array_blocks("relevance_replay", block_rows=1_000))[1] for path in (out, plain)
+    ]
+    np.testing.assert_array_equal(*replays)

@@ -84,7 +84,7 @@ def test_every_run_starts_from_the_same_weights(rows):
     for mask in (np.ones(5), np.array([1, 1, 0, 1, 1]), np.ones(5)):
         steps = []
         model = further.train(mask, 0, steps.append)
-        assert len(steps) == further.steps(int(mask.sum()))
+        assert len(steps) == RUN.steps(int(mask.sum()))
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone())
     assert torch.equal(weights[0], weights[2])
     assert not torch.equal(weights[0], weights[1])

@@ -104,12 +104,3 @@ def test_only_tokens_that_carry_loss_have_weight_in_a_batch():
 def test_fewer_rows_than_in_a_batch_are_refused(retained, message):
     with pytest.raises(ModelError, match=message):
         relative_weights(20, 4, retained)
-
-
-@pytest.mark.parametrize(
-    ("context", "vocab_size", "message"),
-    [(3, 30, r"row 2 .*\b4 tokens.*\b3\b"), (8, 20, r"row 19 .*token id 20\b.*\b19\b")],
-)
-def test_rows_that_do_not_fit_the_recipe_are_named(context, vocab_size, message):
-    with pytest.raises(ModelError, match=message):
-        next(token_batches(ROWS, [np.arange(20)], context=context, vocab_size=vocab_size))

@@ -1,4 +1,4 @@
-"""Slow references in float64: trainings unrolled by autograd, and dense curvature matrices. Never imported by grasp."""
+"""Slow references in float64: trainings unrolled by autograd, and dense Hessians. Never imported by grasp."""
 
 from dataclasses import replace
 
@@ -140,26 +140,20 @@ def unrolled(model, recipe, rows, order, targets, extra=None):
 
 
 def flat_losses(training, ids_BL, weight_BL):
-    """Return two functions of the flat vector of all parameters: the loss of each row, and the weighted logits."""
+    """Return a function of the flat vector of all parameters: the loss of each row."""
     sizes = [parameter.shape for parameter in training.parameters]
 
-    def split(flat_P):
+    def losses(flat_P):
         parts = torch.split(flat_P, [size.numel() for size in sizes])
-        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-
-    def outputs(flat_P):
-        replaced = dict(zip(training.names, split(flat_P), strict=True))
+        replaced = {name: part.view(size) for name, part, size in zip(training.names, parts, sizes, strict=True)}
         ids = torch.from_numpy(ids_BL)
         logits_BLV = torch.func.functional_call(training.model, replaced, kwargs={"input_ids": ids}).logits
         row_P, position_P = torch.from_numpy(weight_BL).nonzero(as_tuple=True)
         weight_P = torch.from_numpy(weight_BL)[row_P, position_P]
-        return logits_BLV[row_P, position_P], Labels(ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
+        labels = Labels(ids[row_P, position_P + 1], weight_P, row_P, len(ids_BL))
+        return labels.row_losses(logits_BLV[row_P, position_P])
 
-    def losses(flat_P):
-        logits_PV, labels = outputs(flat_P)
-        return labels.row_losses(logits_PV)
-
-    return losses, lambda flat_P: outputs(flat_P)[0]
+    return losses
 
 
 def a_batch(lengths=(4, 6, 3)):

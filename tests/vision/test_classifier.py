@@ -44,7 +44,7 @@ def test_hidden_states_are_inputs_of_the_head_and_residuals_its_gradients(tmp_pa
     assert (model.vocab_size, model.hidden_size) == (3, 10)
     images, classes = pictures(5)
     pixels = model.pixels(images)
-    result = model.features(pixels, torch.tensor(classes), 2, top_k=64)
+    result = model.features(pixels, torch.tensor(classes), top_k=64)
     net = TinyNet()
     net.load_state_dict(model.model.state_dict())
     torch.testing.assert_close(result.hidden_PH, net.features(pixels))

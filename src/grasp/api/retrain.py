@@ -138,6 +138,8 @@ def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> 
     _ = source.tokenizer  # raises if it is missing or has changed
     model, built = source.settings.model, source.settings.model_dump(mode="json", include={"corpus", "targets"})
     if data.get("train") == "further":
-        return built | {"model": model.model_dump(mode="json", include={"path", "tokenizer", "adapter"})}
+        return built | {
+            "model": source.start_settings.model_dump(mode="json", include={"path", "tokenizer", "adapter"})
+        }
     shape = {"vocab_size": files.manifest.details["vocab_size"], "context": source.settings.corpus.max_length}
     return built | {"tokenizer": model.tokenizer or model.path, "overrides": {"shape": shape}}

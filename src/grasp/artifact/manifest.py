@@ -81,11 +81,6 @@ def of_part(name: str, part: int) -> str:
     return name if part == 0 else f"{name}.{part}"
 
 
-def part_dir(part: int) -> Path:
-    """Return the directory of build.json and completion marks of the build (part 0) or an extension."""
-    return Path() if part == 0 else Path("extensions") / str(part)
-
-
 class ColumnGroup(JsonModel):
     """Columns [start, stop) of an array, stored in the files of `arrays/<name>`."""
 
@@ -182,12 +177,11 @@ class Manifest(JsonModel):
 PROVENANCE = ("made_by", "fingerprints", "settings", "skipped", "details")
 
 
-class ShardMark(JsonModel):
+class ShardMark(Mark):
     """Completion mark of a shard: its rows, its files, and sums over its rows."""
 
     start: int
     stop: int
-    files: dict[FileName, FileEntry]
     sums: dict[str, tuple[float, ...]]
 
 
@@ -205,7 +199,7 @@ class BuiltShards(Store[ShardMark]):
     """The shards of one part of an artifact: the build (part 0), or an extension."""
 
     def __init__(self, root: Path, part: int, grid: ShardGrid) -> None:
-        directory = part_dir(part)
+        directory = Path("extensions") / str(part) if part else Path()
         plan, marks = (directory / BUILD).as_posix(), (directory / "shards" / "[0-9]*.json").as_posix()
         super().__init__(root, Schema(mark=ShardMark, marks=marks, plan=plan, recovery_hint="rebuild the artifact"))
         self.grid = grid

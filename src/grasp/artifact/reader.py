@@ -14,7 +14,6 @@ the moments files. Start with `ArtifactReader.open` and `ArtifactReader.array_bl
 Shape letters: N rows, n rows of a block, E columns.
 """
 
-import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -464,18 +463,12 @@ class MomentArrays(Mapping[str, NDArray[Any]]):
 
 
 def _map_array(path: Path, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """Memory-map an array file.
-
-    The expected header is known, so it is compared and not parsed: faster, and safe for untrusted files.
-    """
-    buffer = io.BytesIO()
-    fields = {"descr": np.dtype(dtype).newbyteorder("<").str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, fields)  # as `numpy.save` writes it before the numbers
-    header = buffer.getvalue()
-    with readable(path, VERIFY), path.open("rb") as file:
-        if file.read(len(header)) == header:
-            return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r", offset=len(header), shape=shape)
-    raise ArtifactError(f"{path}: expected an array {shape} of {dtype}; {VERIFY}")
+    """Memory-map an array file of a known shape and dtype."""
+    with readable(path, VERIFY):
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.memmap) or (array.shape, array.dtype.str) != (shape, f"<{np.dtype(dtype).str[1:]}"):
+        raise ArtifactError(f"{path}: expected an array {shape} of {dtype}; {VERIFY}")
+    return array
 
 
 def _scaled_into(out_NE: F32, stored_NE: NDArray[Any], scale_E: F32) -> None:

@@ -42,7 +42,6 @@ from grasp.artifact.manifest import (
     Manifest,
     ShardGrid,
     of_part,
-    part_dir,
 )
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError
@@ -194,7 +193,7 @@ class ArtifactWriter(BuiltShards):
         n_parts = len(artifact.manifest.units)
         extension = cls(artifact.path, n_parts, artifact.grid, arrays, dtype, key)
         for part in range(1, n_parts):
-            if read_record(artifact.path / part_dir(part) / BUILD, BuildRecord) == extension.record:
+            if read_record(artifact.path / "extensions" / str(part) / BUILD, BuildRecord) == extension.record:
                 extension = cls(artifact.path, part, artifact.grid, arrays, dtype, key)
                 extension.complete = True
         known = sorted(set(units["target"].to_pylist()) & set(artifact.targets))

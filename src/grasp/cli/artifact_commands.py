@@ -64,7 +64,7 @@ def build(
         [],
     ),
     forecast: bool = option(
-        "--forecast", "Only estimate rows, kernels, time and disk space, and report errors in advance.", False
+        "--forecast", "Only estimate rows, time, memory and disk space, and report errors in advance.", False
     ),
     add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
     settings: ConfigFile = None,

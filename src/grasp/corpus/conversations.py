@@ -511,11 +511,6 @@ def object_arguments(arguments: Any) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def text_arguments(arguments: Any) -> str:
-    """Return arguments as JSON text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 # columns whose content trainers pass to the model
 TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images")
 # options that read the chosen answers of preference pairs as completions

@@ -176,8 +176,12 @@ class _PreparedUnits:
             )
         units = self.model_pass.units(self.unit_tokens, self.units["unit_id"].to_pylist())
         if by_position:
-            self.n_columns = self.n_positions = len(units.row_P)
-            units = self._single_positions(units, self._unit_gradients(self.n_positions))
+            (tokens,) = self.unit_tokens
+            _, loss_mask_1L = pad_rows([tokens.input_ids], [tokens.first])
+            used_1L = position_mask(self.settings.unit_positions, loss_mask_1L)
+            self.answer_S = used_1L[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
+            self.n_columns = self.n_positions = len(self.answer_S)
+            units = self._single_positions(units, self._unit_gradients(tokens))
         for kernel in used_kernels:
             kernel.prepare(units)
 
@@ -206,16 +210,15 @@ class _PreparedUnits:
                 kernel.prepare(units)
         return True
 
-    def _unit_gradients(self, n_positions: int) -> UnitGradients | None:
+    def _unit_gradients(self, tokens: UnitTokens) -> UnitGradients | None:
         """Return what computes the gradient of the loss at each position of the unit; None if no kernel needs it."""
         sampled = self.model_pass.sampled
         if sampled is None:
             return None
-        (tokens,) = self.unit_tokens
         token_L = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in token_L[-n_positions:]]
-        index_P = np.arange(n_positions)
-        return partial(unit_gradients, sampled, examples, index_P, np.ones(n_positions), n_positions)
+        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in self.answer_S]
+        index_S = np.arange(len(examples))
+        return partial(unit_gradients, sampled, examples, index_S, np.ones(len(examples)), len(examples))
 
     def _single_positions(self, batch: Batch, gradients: UnitGradients | None = None) -> Batch:
         """Return the positions of a row, or unit, as separate rows.
@@ -227,19 +230,14 @@ class _PreparedUnits:
         positions = replace(
             batch.at_positions(index_P, index_P, n_positions), unit_gradients=gradients, loss_B=batch.residual.loss_P
         )
-        is_averaged_P = np.ones(n_positions)
-        if batch.summary_batch is not None:
-            spec = self.settings.summary_positions or "all"
-            mask_1L = torch.ones(1, n_positions + 1, dtype=torch.bool)
-            is_averaged_P = position_mask(spec, mask_1L)[0, :n_positions].numpy()
         hidden_PH = np.repeat(batch.summary.hidden_NH, n_positions, axis=0)
-        residual_PV = csr_array(positions.summary.residual_NV.multiply((is_averaged_P / is_averaged_P.sum())[:, None]))
+        residual_PV = csr_array(positions.summary.residual_NV / n_positions)
         # `summary` is a cached property of the frozen batch, which averages its positions: replace its value.
         vars(positions)["summary"] = PooledFeatures(hidden_PH, residual_PV)
         return positions
 
     def _token_contributions(
-        self, batch: Batch, token_P: I64, summary_token_P: I64, examples: Sequence[Example]
+        self, batch: Batch, token_P: I64, examples: Sequence[Example]
     ) -> Iterator[tuple[str, I64, F64]]:
         """Yield contributions of tokens to the relevance of a row: kernel, token indices (n,), contributions (n, C)."""
         for kernel in self.kernels:
@@ -256,8 +254,8 @@ class _PreparedUnits:
                 yield kernel.name, np.arange(1, len(contribution_LC)), contribution_LC[:-1] / self.n_positions
         for kernel in self.kernels:
             if not kernel.is_linear:
-                shares_PC = kernel.score(self._single_positions(batch.summary_batch or batch))
-                yield kernel.name, summary_token_P, shares_PC.double().cpu().numpy()
+                shares_PC = kernel.score(self._single_positions(batch))
+                yield kernel.name, token_P, shares_PC.double().cpu().numpy()
         n_positions = len(token_P)
         for start in range(0, n_positions, BATCH_ROWS):
             index_P = torch.arange(start, min(start + BATCH_ROWS, n_positions), device=batch.row_P.device)
@@ -290,7 +288,10 @@ class _PreparedUnits:
             unit = self.units["unit_id"][0].as_py()
             subject = f"{unit} of {target}"
             (tokens,) = self.unit_tokens
-            received_L = np.concatenate([np.full(tokens.first, np.nan), sums.by_column_C])
+            received_L = np.full(len(tokens.input_ids), np.nan)
+            received_L[self.answer_S] = sums.by_column_C
+            pair_LL = np.zeros((len(sums.pair_LC), len(received_L)), dtype=np.float32)
+            pair_LL[:, self.answer_S] = sums.pair_LC
             answer = pa.table(
                 {
                     "position": np.arange(len(received_L)),
@@ -298,7 +299,7 @@ class _PreparedUnits:
                     "received": pa.array(received_L, from_pandas=True),
                 }
             )
-            pairs = _strongest_pairs(sums.pair_LC, table, answer, tokens.first)
+            pairs = _strongest_pairs(pair_LL[:, tokens.first :], table, answer, tokens.first)
             notes.append(UNIT_SCALE_NOTE)
         else:
             questions = self.units.select(["unit_id", "prompt", "completion"])
@@ -337,17 +338,15 @@ class _PreparedUnits:
         """Run the model on a row, given as a shard of one row, and sum the contributions of its tokens."""
         ((_, batch),) = self.model_pass.batches(shard)
         _, loss_mask_BL = pad_rows([shard.ids(0)], [shard.mask(0)])
-        token_P, summary_token_P = (
-            position_mask(spec, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
-            for spec in (self.settings.positions, self.settings.row_positions[-1])
-        )
+        # position t predicts token t + 1
+        token_P = position_mask(self.settings.positions, loss_mask_BL)[0].nonzero()[:, 0].numpy() + 1
         examples = row_examples(shard if shard.split_N is None else shard.sides(), self.settings)
 
         by_kernel_L = {name: np.zeros(shard.n_tokens) for name in terms.weights if name != REPLAY}
         by_column_C = np.zeros(self.n_columns)
         pair_LC = np.zeros((shard.n_tokens if self.by_position else 0, self.n_columns), dtype=np.float32)
         kernels_by_mean: set[str] = set()  # kernels that return one column, the mean over all units
-        for name, tokens, relevance_PC in self._token_contributions(batch, token_P, summary_token_P, examples):
+        for name, tokens, relevance_PC in self._token_contributions(batch, token_P, examples):
             if name not in by_kernel_L:
                 continue
             if relevance_PC.shape[1] < self.n_columns:

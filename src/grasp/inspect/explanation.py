@@ -302,8 +302,3 @@ class EffectTerms:
         effect, text = float(predictor.effect_NT[index, 0]), predictor.prior_effect(index)
         from_units = sum(float(weights[kernel] @ stored_E) for kernel, stored_E in stored.items())
         return cls(effect, text, effect - text - from_units, stored, weights)
-
-    @property
-    def by_unit_E(self) -> F64:  # noqa: N802 - a shape suffix
-        """Return the contribution of each unit, (E,)."""
-        return np.asarray(sum(self.weights[kernel] * stored_E for kernel, stored_E in self.stored.items()))

@@ -2,7 +2,7 @@
 
 A build creates kernels by name and calls each of them in this order:
 
-    for batch in a sample of the rows:  kernel.observe(batch)
+    for batch in a sample of the rows:  corpus.observe(batch), which has the moments of all kernels
     kernel.prepare(units)
     for batch in the rows:              kernel.score(batch)
 
@@ -60,7 +60,6 @@ class Batch:
         input_P: token at each position; its label is the next token.
         loss_B: mean loss of each row, nats per token.
         head: the output layer, with `vocab_size` outputs; None if it is not loaded, so that `delta_PH` is unavailable.
-        summary_batch: the positions over which summaries are averaged; None: all.
         gradient_BK: sampled coordinates of the gradient of each row's mean loss; of units those that are preconditioned
             already; None without a backward pass.
         weight_P: signed weight of each position, which residuals contain already; None: 1. See `combined`.
@@ -76,7 +75,6 @@ class Batch:
     loss_B: Tensor
     head: OutputHead | None
     vocab_size: int
-    summary_batch: "Batch | None" = None
     gradient_BK: Tensor | None = None
     sampled: "SampledGradients | None" = None
     unit_gradients: "UnitGradients | None" = None
@@ -95,12 +93,11 @@ class Batch:
 
     @cached_property
     def summary(self) -> PooledFeatures:
-        """Return hidden states and residuals of each row, averaged over the positions of `summary_batch`."""
-        batch = self.summary_batch or self
-        return pool(batch.hidden_PH, batch.residual, batch.row_P, batch.n_rows, self.vocab_size)
+        """Return hidden states and residuals of each row, averaged over its positions."""
+        return pool(self.hidden_PH, self.residual, self.row_P, self.n_rows, self.vocab_size)
 
     def at_positions(self, index_P: Tensor, row_P: Tensor, n_rows: int) -> Self:
-        """Return the positions `index_P` with new row numbers, without summaries and gradients.
+        """Return the positions `index_P` with new row numbers, without gradients.
 
         Args:
             index_P: indices of positions.
@@ -114,7 +111,6 @@ class Batch:
             row_P=row_P,
             input_P=self.input_P[index_P],
             n_rows=n_rows,
-            summary_batch=None,
             gradient_BK=None,
             weight_P=None if self.weight_P is None else self.weight_P[index_P],
         )
@@ -148,7 +144,6 @@ class Batch:
             row_P=row_P,
             n_rows=n_sums,
             loss_B=loss_S,
-            summary_batch=None if self.summary_batch is None else self.summary_batch.combined(sum_B, weight_B, loss_S),
             gradient_BK=None,
             weight_P=weight_P,
         )
@@ -166,7 +161,6 @@ class Batch:
             row_P=self.row_P.to(device),
             input_P=self.input_P.to(device),
             loss_B=self.loss_B.to(device),
-            summary_batch=None if self.summary_batch is None else self.summary_batch.to(device),
             weight_P=None if self.weight_P is None else self.weight_P.to(device),
         )
 
@@ -179,7 +173,6 @@ class Batch:
         return replace(
             self.at_positions(selected_P, new_row_P[selected_P], len(index_B)),
             loss_B=self.loss_B[torch.from_numpy(index_B).to(self.loss_B.device)],
-            summary_batch=None if self.summary_batch is None else self.summary_batch.select_rows(index_B),
         )
 
     def rows(self, start: int, stop: int) -> Self:
@@ -189,7 +182,6 @@ class Batch:
         return replace(
             self.at_positions(selected_P[order_P], row_P, stop - start),
             loss_B=self.loss_B[start:stop],
-            summary_batch=None if self.summary_batch is None else self.summary_batch.rows(start, stop),
             gradient_BK=None if self.gradient_BK is None else self.gradient_BK[start:stop],
         )
 
@@ -216,8 +208,10 @@ class CorpusMoments:
         self.n_positions = 0
         self._loss = math.nan
 
-    def observe_loss(self, batch: Batch) -> None:
-        """Add the losses of a batch of the sample."""
+    def observe(self, batch: Batch) -> None:
+        """Add a batch of the sample to all moments."""
+        for moments in self.by_type.values():
+            moments.observe(batch)
         self._losses.append(float(batch.residual.loss_P.double().sum()))
         self.n_positions += len(batch.row_P)
 
@@ -255,6 +249,8 @@ class Kernel(ABC):
 
     Attributes:
         name: name in settings, and of its entry point.
+        prefix: begin of the name of the array, which `name` follows.
+        array: name of the array.
         needs: passes of the model that it needs.
         moment_types: classes of moments that it reads.
         unit: unit of the array, for the manifest.
@@ -263,6 +259,7 @@ class Kernel(ABC):
     """
 
     name: ClassVar[str]
+    prefix: ClassVar[str] = "relevance_"
     needs: ClassVar[Needs] = "forward"
     moment_types: ClassVar[tuple[type[Moments], ...]] = (HiddenMoments,)
     unit: ClassVar[str] = GRADIENTS
@@ -270,32 +267,21 @@ class Kernel(ABC):
 
     def __init__(self, model: ModelSizes, settings: FeatureSettings, corpus: CorpusMoments) -> None:
         self.model, self.settings, self.corpus = model, settings, corpus
-        # shared moments are observed by the first kernel that needs them
-        self._observed = [
-            moment_type(corpus) for moment_type in self.moment_types_of(settings) if moment_type not in corpus.by_type
-        ]
-        corpus.by_type |= {type(moments): moments for moments in self._observed}
+        self.array = self.prefix + self.name
+        for moment_type in self.moment_types_of(settings):  # kernels share them
+            if moment_type not in corpus.by_type:
+                corpus.by_type[moment_type] = moment_type(corpus)
 
     @classmethod
     def moment_types_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
         """Return the classes of moments that it reads; override if they depend on settings."""
         return cls.moment_types
 
-    @property
-    def array(self) -> str:
-        """Return the name of the array."""
-        return f"relevance_{self.name}"
-
     def moments(self, moment_type: type[M]) -> M:
         """Return the moments of a class in `moment_types`."""
         moments = self.corpus.by_type[moment_type]
         assert isinstance(moments, moment_type)
         return moments
-
-    def observe(self, batch: Batch) -> None:
-        """Update the moments with a batch of the sample."""
-        for moments in self._observed:
-            moments.observe(batch)
 
     @abstractmethod
     def prepare(self, units: Batch) -> None:

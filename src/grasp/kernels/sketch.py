@@ -7,7 +7,6 @@ drawn with numpy and applied with torch or scipy, so that they are equal on ever
 Shape letters: B rows, P positions, K kept per residual, H hidden width, V vocabulary, D sketch width.
 """
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Self
 
@@ -61,16 +60,10 @@ class CountSketch:
 
 
 class Sketch(Kernel):
-    """A sketch of every row, independent of the units."""
+    """A sketch of every row, independent of the units; `prepare` sets `width`, the number of columns."""
 
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Return the number of columns."""
-
-    @property
-    def array(self) -> str:
-        return self.name
+    prefix = ""
+    width: int
 
     def spec(self, units: Batch) -> ArraySpec:
         return ArraySpec(self.width, unit="none", sign="none")
@@ -81,11 +74,15 @@ class SummarySketch(Sketch):
 
     @classmethod
     def moment_types_of(cls, settings: FeatureSettings) -> tuple[type[Moments], ...]:
-        return (summary_moments(settings),)
+        """Return the moments of summaries, which are over positions if summaries average all of them."""
+        return (SummaryMoments if settings.summary_positions else HiddenMoments,)
 
     def whitener(self) -> Whitener:
         """Return the whitener of summaries."""
-        return Whitener.from_settings(self.moments(summary_moments(self.settings)).value, self.settings)
+        (moment_type,) = self.moment_types_of(self.settings)
+        moments = self.corpus.by_type[moment_type]
+        assert isinstance(moments, FeatureMoments)
+        return Whitener.from_settings(moments.value, self.settings)
 
 
 class HiddenSketch(SummarySketch):
@@ -93,23 +90,18 @@ class HiddenSketch(SummarySketch):
 
     name = "hidden_sketch"
 
-    @property
-    def width(self) -> int:
-        return min(self.settings.hidden_width, self.model.hidden_size)
-
     def prepare(self, units: Batch) -> None:
-        whitener = self.whitener()
+        self.width, whitener = min(self.settings.hidden_width, self.model.hidden_size), self.whitener()
         project_DH = gaussian_projection(self.settings.hidden_width, self.model.hidden_size, self.settings.seed)
         self._mean_H = torch.from_numpy(whitener.mean_H).to(self.model.device)
         # Whitening and projection are linear and applied to the mean of a row, so one matrix does both.
         self._map_HD = torch.from_numpy(whitener.map_HH @ project_DH.T).to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        pooled = batch.summary_batch or batch
-        sum_BH = self._mean_H.new_zeros(pooled.n_rows, len(self._mean_H)).index_add_(
-            0, pooled.row_P, pooled.hidden_PH.double()
+        sum_BH = self._mean_H.new_zeros(batch.n_rows, len(self._mean_H)).index_add_(
+            0, batch.row_P, batch.hidden_PH.double()
         )
-        return ((sum_BH / pooled.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
+        return ((sum_BH / batch.positions_B[:, None] - self._mean_H) @ self._map_HD).float()
 
 
 class ResidualSketch(SummarySketch):
@@ -117,11 +109,8 @@ class ResidualSketch(SummarySketch):
 
     name = "residual_sketch"
 
-    @property
-    def width(self) -> int:
-        return self.settings.residual_width
-
     def prepare(self, units: Batch) -> None:
+        self.width = self.settings.residual_width
         sketch = CountSketch.draw(self.model.vocab_size, self.width, self.settings.seed, "residual")
         self._bucket_V = torch.from_numpy(sketch.bucket).to(self.model.device)
         # D^{1/2} on both sides of an inner product is the D of the residual match.
@@ -129,15 +118,9 @@ class ResidualSketch(SummarySketch):
         self._weight_V = torch.from_numpy(weight_V).float().to(self.model.device)
 
     def score(self, batch: Batch) -> Tensor:
-        pooled = batch.summary_batch or batch
-        index_PK = pooled.residual.index_PK
-        value_PK = pooled.residual.value_PK.float() * self._weight_V[index_PK]
+        index_PK = batch.residual.index_PK
+        value_PK = batch.residual.value_PK.float() * self._weight_V[index_PK]
         # index_add_ over (row, bucket) sums the coordinates of all positions of a row in one pass
-        bucket_PK = pooled.row_P[:, None] * self.width + self._bucket_V[index_PK]
-        sum_BD = value_PK.new_zeros(pooled.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
-        return sum_BD.view(pooled.n_rows, self.width) / pooled.positions_B[:, None]
-
-
-def summary_moments(settings: FeatureSettings) -> type[FeatureMoments]:
-    """Return the moments that whiten summaries: over summaries if these average some positions, else over positions."""
-    return SummaryMoments if settings.summary_positions else HiddenMoments
+        bucket_PK = batch.row_P[:, None] * self.width + self._bucket_V[index_PK]
+        sum_BD = value_PK.new_zeros(batch.n_rows * self.width).index_add_(0, bucket_PK.flatten(), value_PK.flatten())
+        return sum_BD.view(batch.n_rows, self.width) / batch.positions_B[:, None]

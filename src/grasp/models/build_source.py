@@ -14,12 +14,15 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import IN_MEMORY, is_local
-from grasp.errors import SettingsError
+from grasp.errors import ArtifactError, SettingsError
 from grasp.hub import only_here
 from grasp.readers import load_reader
 from grasp.settings import BuildSettings, ModelSettings, build_settings, without_foreign_code
 from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
+from grasp.text import parse_json
 from grasp.yaml_files import get_setting
+
+WARM_UP = "warm-up.json"  # in the directory of a model that `grasp.pipeline.warm_up` trained, with the model before
 
 if TYPE_CHECKING:
     from grasp.models.forward_pass import Reference
@@ -116,6 +119,29 @@ class BuildSource:
         reader, fingerprint = model.reader
         self.artifact.prove(**{"model": model.fingerprint(), reader: fingerprint})
         return model
+
+    @cached_property
+    def start_settings(self) -> ModelSettings:
+        """Return the settings of the model that a training begins with: of a warm-up, those of the model before it."""
+        model = self.settings.model
+        record = Path(model.path) / WARM_UP
+        if not record.exists():
+            return model
+        path = self.artifact.resolve_path(parse_json(record.read_bytes())["model"])
+        return model.model_copy(update={"path": path})
+
+    def start(self) -> "Reference":
+        """Load the model that a training begins with."""
+        if self.start_settings.path == self.settings.model.path:
+            return self.model
+        recorded = parse_json((Path(self.settings.model.path) / WARM_UP).read_bytes())["fingerprint"]
+        with self._without_downloads():
+            start = load_reference(self.start_settings)
+        if start.fingerprint() != recorded:
+            raise ArtifactError(
+                f"{self.start_settings.path}: is not the model that {self.artifact.location} began with"
+            )
+        return start
 
 
 def load_reference(settings: ModelSettings) -> "Reference":

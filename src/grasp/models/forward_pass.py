@@ -25,26 +25,18 @@ from grasp.targets.units import UnitTokens
 
 @dataclass(frozen=True, slots=True)
 class BatchFeatures:
-    """Hidden states and residuals of a batch at all requested positions, row by row."""
+    """Hidden states and residuals of a batch at the positions that are used, row by row."""
 
     hidden_PH: Tensor
     residual: SparseResidual
     row_P: Tensor  # row of the batch
     input_P: Tensor  # token at the position; its label is the next token
-    position_masks: tuple[Tensor, ...]  # one boolean mask (P,) per position specification, see `position_mask`
 
     def row_loss(self, n_rows: int) -> Tensor:
         """Return the mean loss of each row over the used positions, in nats per token."""
         count_B = torch.bincount(self.row_P, minlength=n_rows).clamp(min=1)
         total_B = self.residual.loss_P.new_zeros(n_rows).index_add_(0, self.row_P, self.residual.loss_P)
         return total_B / count_B
-
-    def at_spec(self, spec_index: int) -> tuple[Tensor, SparseResidual, Tensor]:
-        """Return hidden states, residuals and rows at the positions of one specification."""
-        mask_P = self.position_masks[spec_index]
-        if bool(mask_P.all()):
-            return self.hidden_PH, self.residual, self.row_P
-        return self.hidden_PH[mask_P], self.residual.select(mask_P), self.row_P[mask_P]
 
 
 Pass = tuple[I64, BatchFeatures]  # indices of the rows of a batch, and their features
@@ -75,34 +67,34 @@ class NonTextReference(Protocol):
     def fingerprint(self) -> str:
         """Return a hash of the loaded weights."""
 
-    def passes(self, rows: Any, n_specs: int, top_k: int) -> Iterator[Pass]:
-        """Yield batches of rows. All positions are used for each of the `n_specs` position specifications."""
+    def passes(self, rows: Any, top_k: int) -> Iterator[Pass]:
+        """Yield batches of rows; all positions are used."""
 
 
 Reference = ReferenceModel | NonTextReference
 
 
-def forward_passes(model: Reference, items: TokenRows | Units, specs: tuple[str, ...], top_k: int) -> Iterator[Pass]:
-    """Yield batches of rows or units: their indices, and their features at the positions of `specs`.
+def forward_passes(model: Reference, items: TokenRows | Units, used: str, top_k: int) -> Iterator[Pass]:
+    """Yield batches of rows or units: their indices, and their features at the used positions.
 
     Args:
         model: reference model.
         items: rows, or units with their token ids.
-        specs: position specifications, see `position_mask`.
+        used: positions that are used, see `position_mask`.
         top_k: number of probabilities per residual.
     """
     if not isinstance(model, ReferenceModel):
-        yield from model.passes(items, len(specs), top_k)
+        yield from model.passes(items, top_k)
         return
     if isinstance(items, TokenRows):
         for index in model.batches(np.diff(items.offsets)):
             padded = pad_rows([items.ids(int(i)) for i in index], [items.mask(int(i)) for i in index])
-            yield index, extract(model, *padded, specs, top_k)
+            yield index, extract(model, *padded, used, top_k)
         return
     assert isinstance(items, Sequence)
     for index in model.batches(np.array([len(unit.input_ids) for unit in items], dtype=np.int64)):
         padded = pad_rows([items[e].input_ids for e in index], [items[e].first for e in index])
-        yield index, extract(model, *padded, specs, top_k)
+        yield index, extract(model, *padded, used, top_k)
 
 
 @torch.inference_mode()
@@ -110,25 +102,23 @@ def extract(
     model: ReferenceModel,
     ids_BL: Tensor,
     loss_mask_BL: Tensor,
-    specs: tuple[str, ...],
+    used: str,
     top_k: int,
     hidden_BLH: Tensor | None = None,
 ) -> BatchFeatures:
-    """Run the body once, and the head at the union of the positions of all `specs`.
+    """Run the body, and the head at the used positions.
 
     Args:
         model: reference model.
         ids_BL: token ids, padded on the right.
         loss_mask_BL: mask of the tokens that carry loss; never the first token of a row, which is not predicted.
-        specs: position specifications, see `position_mask`.
+        used: positions that are used, see `position_mask`.
         top_k: number of probabilities per residual.
         hidden_BLH: output of the body, if it was already run.
     """
     ids_BL = ids_BL.to(model.device)
     loss_mask_BL = loss_mask_BL.to(model.device)
-    masks = [position_mask(spec, loss_mask_BL) for spec in specs]
-    union_BL = torch.stack(masks).any(dim=0)
-    row_P, position_P = union_BL.nonzero(as_tuple=True)
+    row_P, position_P = position_mask(used, loss_mask_BL).nonzero(as_tuple=True)
     hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, position_P]
     label_P = ids_BL[row_P, position_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
@@ -137,7 +127,6 @@ def extract(
         residual=residual,
         row_P=row_P,
         input_P=ids_BL[row_P, position_P],
-        position_masks=tuple(mask[row_P, position_P] for mask in masks),
     )
 
 

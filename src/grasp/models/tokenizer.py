@@ -27,7 +27,6 @@ from grasp.corpus.conversations import (
     UnusableConversationError,
     answer_parts,
     object_arguments,
-    text_arguments,
     with_arguments,
 )
 from grasp.corpus.encoding import RenderedChat
@@ -235,7 +234,10 @@ class HfTokenizer:
         """
         forms = [conversation]
         if any("tool_calls" in turn for turn in conversation.turns):
-            converted = [with_arguments(conversation, change) for change in (object_arguments, text_arguments)]
+            converted = [
+                with_arguments(conversation, object_arguments),
+                with_arguments(conversation, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False)),
+            ]
             forms += [form for form in converted if form.turns != conversation.turns]
         rendered: list[tuple[Conversation, str, list[Span]]] = []
         refusals: list[UnusableConversationError] = []

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, field_validator
 from scipy.special import ndtri
 
-from grasp.errors import ProtocolError
+from grasp.errors import ProtocolError, SettingsError
 from grasp.files import write_atomically
 from grasp.paper.protocol import COMPONENT, InteractionProtocol, Standardize
 from grasp.paper.subset_sums import Kind, SketchName, required_sketches
@@ -25,7 +25,7 @@ from grasp.predict.scoring_rule import KernelName, ScoringProtocol
 from grasp.predict.weights import Side
 from grasp.runs.predictions import Weighting
 from grasp.settings import Settings
-from grasp.yaml_files import validated_yaml
+from grasp.yaml_files import read_yaml, validated
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
@@ -249,7 +249,11 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
     """Read a family from YAML; return a `ProtocolFamily` as it is. An error message lists every problem."""
     if isinstance(path, ProtocolFamily):
         return path
-    return validated_yaml(ProtocolFamily, path, "family", ProtocolError)
+    try:
+        data = read_yaml(Path(path))
+    except SettingsError as err:
+        raise ProtocolError(str(err)) from err
+    return validated(ProtocolFamily, data, f"family {path}", ProtocolError)
 
 
 # ------------------------------------------------------------------ number of subsets required to select a protocol

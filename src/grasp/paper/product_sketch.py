@@ -66,11 +66,8 @@ class ProductSketch(Sketch):
     name = "product_sketch"
     moment_types = (HiddenMoments,)
 
-    @property
-    def width(self) -> int:
-        return self.settings.residual_width
-
     def prepare(self, units: Batch) -> None:
+        self.width = self.settings.residual_width
         whitener = Whitener.from_settings(self.moments(HiddenMoments).value, self.settings)
         self._maps = ProductMaps.prepare(whitener, self.width, self.settings.seed, self.model.device)
 

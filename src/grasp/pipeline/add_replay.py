@@ -28,7 +28,7 @@ from grasp.files import differences, discard
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
-from grasp.pipeline.replay_plan import MEGABYTE, ReplayPlan, forecast_replay, plan_replay
+from grasp.pipeline.replay_plan import MEGABYTE, Forecast, ReplayPlan, forecast_replay, plan_replay
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, CorpusSettings, ModelSettings, ReplaySettings
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
@@ -43,7 +43,6 @@ SPEC = ArraySpec(
     "derivative of the target's utility after a training by the weight of a row; standard deviations over the rows",
     "positive: more weight of the row in training should lower the target's loss",
 )
-WARM_UP = "warm-up.json"  # in the directory of a model that was trained by `grasp.pipeline.warm_up`
 NEW_MODEL_NOTE = "predict and evaluate use it for subsets; score, select, mix and report do not, for a new model"
 
 
@@ -83,7 +82,8 @@ def replay_targets(
         if not targets:
             return artifact.manifest.replays[-1]
         trainings, price = forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))
-        for line in (*plan.notes, f"replay: {price}"):
+        count = f"{plan.n_orders} trainings" if plan.n_orders > 1 else "a training"
+        for line in (*plan.notes, f"replay: {count} of {plan.optimizer}, the price of {trainings:.1f}: {price}"):
             progress.note(line)
         result = _run_replay(artifact, origin, plan, targets, out, progress)
         relevance_NT = result.relevance()  # None if it failed the checks
@@ -127,7 +127,7 @@ def _plan_for_artifact(
         recipe = recipe or FineTuningRecipe.model_validate(earlier.recipe)
         unchecked = {name: value for name, value in earlier.settings.items() if name != "check"}
         settings = validated(ReplaySettings, unchecked | changed, "replay")
-    reference = model or origin.model
+    reference = model or origin.start()
     assert isinstance(reference, ReferenceModel)
     rows = origin.rows
     if recipe is not None:
@@ -181,10 +181,10 @@ def _run_replay(
         [Target(name, [unit_tokens[int(e)] for e in artifact.unit_columns(name)]) for name in targets],
         plan.differentiation,
         plan.n_orders,
+        directory,
         rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
         predict_all_rows=predict_all_rows if plan.from_scratch else None,
         retrainings=plan.settings.check,
-        directory=directory,
         progress=progress,
     )
 
@@ -200,33 +200,26 @@ def refuse_longer_rows(recipe: FineTuningRecipe, rows: RowStore, artifact: Path 
 
 
 def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
-    """Check that the training of a build can be replayed; see also `refuse_untrainable`.
+    """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: the model is the result of a warm-up; or a check of a new model.
+        SettingsError: the model cannot be trained on the corpus; or a check of a new model.
     """
-    problem = ""
     if replay.check and settings.train == "new":
-        problem = (
+        raise SettingsError(
             "--check: needs derivatives of all steps, but those of the first third of a new model's training are noise "
             "and left out; omit it, the agreement of orders is measured instead"
         )
-    elif (Path(settings.model.path) / WARM_UP).exists():
-        problem = (
-            f"--replay: got {settings.model.path}, a model after --warm-up, but a replay differentiates the whole "
-            "training; build without --warm-up"
-        )
-    if problem:
-        raise SettingsError(problem)
-    refuse_untrainable(settings.model, settings.corpus, "--replay")
+    if problem := training_problem(settings.model, settings.corpus):
+        raise SettingsError(f"--replay: {problem}")
 
 
-def refuse_untrainable(model: ModelSettings, corpus: CorpusSettings, option: str) -> None:
-    """Check that a model can be trained on a corpus by a recipe; messages name `option`."""
+def training_problem(model: ModelSettings, corpus: CorpusSettings) -> str:
+    """Return why a model cannot be trained on a corpus by a recipe, or an empty text."""
     is_pairs = corpus.form == "preference"
-    if model.reader is not None or is_pairs:
-        inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{model.reader}"
-        raise SettingsError(f"{option}: got {inputs}, expected a causal LM and texts or conversations; omit it")
+    inputs = "preference pairs (--loss dpo)" if is_pairs else f"model.{model.reader}"
+    is_problem = is_pairs or model.reader is not None
+    return f"got {inputs}, expected a causal LM and texts or conversations; omit it" if is_problem else ""
 
 
 def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple[str, ...]:
@@ -250,12 +243,12 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
 
 def forecast_added_replay(
     out: Path, recipe: FineTuningRecipe | None, settings: ReplaySettings, overrides: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Return differences from the recipe, and the price, of a replay that `replay_targets` would add."""
+) -> Forecast:
+    """Forecast a replay that `replay_targets` would add."""
     artifact = ArtifactReader.open(out)
     origin = BuildSource(artifact, overrides)
     plan = _plan_for_artifact(artifact, origin, recipe, settings)
     targets = _targets_without_replay(artifact, plan)
     if not targets:
         raise ArtifactError(f"{artifact.location}: all targets have a replay by this recipe; nothing to forecast")
-    return *plan.notes, forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))[1]
+    return forecast_replay(plan, origin.rows, artifact.n_rows, len(targets))[1]

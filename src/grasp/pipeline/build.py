@@ -101,8 +101,9 @@ def build(
             trainings; a finished artifact gets it later by --out and --replay alone.
         check: with --replay, also retrain once with changed weights of groups of rows, and compare the measured effect
             with the predicted one.
-        warm_up: train the model for N steps on random rows first, and build from the result; a dozen steps can make
-            predictions of fine-tuning on chats more accurate.
+        warm_up: take the first N steps of the training that is predicted, and read the corpus with the result; 0: read
+            it with the model itself. Default: half of the steps of --recipe, since predictions of fine-tuning are more
+            accurate there; 0 without it, and for adapters and preference pairs.
         recipe: settings of the training that is predicted, which --replay differentiates and --warm-up begins; how long
             it is also matters to gradients (--train further). A YAML or JSON file with the names of TrainingArguments,
             SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192
@@ -143,14 +144,14 @@ def build(
         return ArtifactReader.open(output.url)
 
     with _restored_modes(model):
-        how: dict[str, Any] = {"recipe": recipe, "replay": replay, "warm_up": warm_up is not None, "resume": resume}
+        how: dict[str, Any] = {"recipe": recipe, "replay": replay, "warm_up": warm_up, "resume": resume}
         plan = plan_build(nested, output, model, tokenizer, corpus, targets, **how)
         config, place = plan.settings, output.directory
         common: dict[str, Any] = {"shard_rows": config.shard_rows, "seed": config.features.seed, "progress": progress}
         if plan.trains_proxy:
             train_proxy(config.corpus, place, tokenizer=config.model.tokenizer, **common)
-        if warm_up is not None:
-            checkpoint = train_warm_up(config.model, config.corpus, warm_up, place, recipe=plan.recipe, **common)
+        if plan.warm_up != 0:
+            checkpoint = train_warm_up(config.model, config.corpus, plan.warm_up, place, recipe=plan.recipe, **common)
             config = with_model(config, checkpoint)
         build_artifact(
             config, place, in_memory=plan.in_memory, cluster=cluster, must_be_trained=not untrained, progress=progress

@@ -24,6 +24,7 @@ from grasp.pipeline.inputs import InMemory
 from grasp.pipeline.pipeline import resolve_settings
 from grasp.pipeline.proxy import CONTEXT, MODEL
 from grasp.pipeline.replay_plan import read_recipe
+from grasp.pipeline.warm_up import warm_up_problem
 from grasp.settings import (
     BuildSettings,
     ReplaySettings,
@@ -84,6 +85,7 @@ class BuildPlan:
         settings: settings of the build, with the training and the kernels decided.
         in_memory: inputs that are passed as objects.
         trains_proxy: the model does not exist yet: `train_proxy` trains it.
+        warm_up: steps of the training that are taken before the model is read. None: half of them.
         recipe: training that is predicted: its length, the replay, and the warm-up. None: the default.
         replay: settings of the replay. None: the targets are not replayed.
     """
@@ -91,6 +93,7 @@ class BuildPlan:
     settings: BuildSettings
     in_memory: InMemory
     trains_proxy: bool
+    warm_up: int | None
     recipe: FineTuningRecipe | None
     replay: ReplaySettings | None
 
@@ -144,7 +147,7 @@ def plan_build(
     *,
     recipe: Path | str | Mapping[str, Any] | None = None,
     replay: bool = False,
-    warm_up: bool = False,
+    warm_up: int | None = None,
     resume: bool = False,
 ) -> BuildPlan:
     """Validate all inputs of a build.
@@ -161,18 +164,14 @@ def plan_build(
         targets: names or units.
         recipe: training that is predicted.
         replay: whether the targets are replayed.
-        warm_up: whether the model is trained a few steps first.
+        warm_up: steps of the training to the state at which the model is read, see `build`.
         resume: `nested` overrides the settings of an unfinished build.
     Raises:
         GraspError: an input is missing or invalid.
     """
-    raw_replay, problem = nested.pop("replay", None) or {}, ""
-    if replay and warm_up:
-        problem = "--warm-up: has no effect with --replay, which differentiates the whole training; omit one of them"
-    elif raw_replay and not replay:
-        problem = f"replay.{next(iter(raw_replay))}: no effect without --replay; add it"
-    if problem:
-        raise SettingsError(problem)
+    raw_replay = nested.pop("replay", None) or {}
+    if raw_replay and not replay:
+        raise SettingsError(f"replay.{next(iter(raw_replay))}: no effect without --replay; add it")
     replay_settings = validated(ReplaySettings, raw_replay, "replay") if replay else None
     if (parsed_recipe := read_recipe(recipe)) is not None:
         nested["recipe"] = parsed_recipe.model_dump(mode="json")
@@ -213,7 +212,7 @@ def plan_build(
         set_settings(nested, {"train": "new", "corpus.max_length": max_length, "model.path": path})
     require_flags(nested, REQUIRED, command)
     settings, in_memory = open_objects(validated(BuildSettings, nested, "settings"), model, tokenizer, corpus, targets)
-    if trains_proxy or warm_up:
+    if trains_proxy or warm_up or recipe is not None:
         load_units(settings.targets, in_memory.units)  # report errors before the training
     settings = resolve_settings(settings, in_memory.model)
     if replay_settings is not None:
@@ -223,15 +222,20 @@ def plan_build(
         raise SettingsError(
             "--recipe: no effect with --train new without --replay, nor without the gradient kernel; omit it"
         )
-    problem = ""
+    problem, parsed_recipe = "", parsed_recipe or recorded
     if output.url is not None or in_memory.model is not None or in_memory.source is not None:
         problem = "needs paths of model and corpus, and a local --out; save objects first"
     elif settings.train != "further":
         problem = "has no effect with --train new, where the model is not trained further; omit it"
+    else:
+        problem = warm_up_problem(settings.model, settings.corpus, parsed_recipe)
     if warm_up and problem:
         raise SettingsError(f"--warm-up: {problem}")
+    is_default = recipe is not None and "gradient" in settings.features.kernels and settings.like is None
+    if warm_up is None and (problem or not is_default):
+        warm_up = 0
     # the notes of a translated recipe are not recorded
-    return BuildPlan(settings, in_memory, trains_proxy, parsed_recipe or recorded, replay_settings)
+    return BuildPlan(settings, in_memory, trains_proxy, warm_up, parsed_recipe, replay_settings)
 
 
 def open_objects(

@@ -31,11 +31,10 @@ from grasp.pipeline.inputs import Inputs, prepare_inputs
 from grasp.pipeline.model_pass import Arrays, compute_moments, score_shard
 from grasp.pipeline.pipeline import MEGABYTE, feature_bytes, measure_curvature, open_moment_source, refuse_untrained
 from grasp.pipeline.proxy import forecast_proxy
-from grasp.pipeline.replay_plan import forecast_replay, plan_replay, read_recipe
+from grasp.pipeline.replay_plan import Forecast, forecast_replay, peak_memory, plan_replay, read_recipe
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, ReplaySettings
 from grasp.store.contents import parquet_bytes
-from grasp.text import duration_text, size_text
 from grasp.yaml_files import plain_settings, set_settings, validated
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
@@ -43,6 +42,7 @@ PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
 CHARS_PER_TOKEN = 4  # characters per token, for a corpus of token ids
 PROBE_SECONDS = 0.5  # minimum duration of the timed pass, unless it has all rows; each has four times the rows before
 SLOW_SECONDS = 4.0  # duration of the pass over the first row after which no longer pass is timed
+GRADIENT_BYTES = 4  # at most, of a coordinate of a unit's gradient
 PROBE_UNITS = 64  # maximum number of units that rows are scored against
 MIN_LOSS_POSITIONS = 64  # positions with loss below which the loss does not show whether the model is trained
 
@@ -57,7 +57,7 @@ def forecast(
     recipe: Path | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> str:
-    """Estimate what `build` would do: rows, questions, kernels, time and disk, one line each.
+    """Estimate what `build` would do: a line on rows, questions and kernels, and one on time, memory and disk.
 
     Rows that contain questions of the targets are not searched for, since that needs all rows; `build` reports them.
 
@@ -78,8 +78,7 @@ def forecast(
     if replay and is_finished and not {"corpus", "targets"} & nested.keys():
         replay_settings = validated(ReplaySettings, nested.pop("replay", {}), "replay")
         overrides, _ = split_overrides(nested)
-        notes = forecast_added_replay(output.directory, read_recipe(recipe), replay_settings, overrides)
-        return "\n".join(f"replay: {note}" for note in notes)
+        return str(forecast_added_replay(output.directory, read_recipe(recipe), replay_settings, overrides))
     build_plan = plan_build(nested, output, recipe=recipe, replay=replay)
     build_config = build_plan.settings
     if is_finished:
@@ -90,17 +89,20 @@ def forecast(
         corpus = build_config.corpus.model_copy(update={"limit": n_read})
         build_config = build_config.model_copy(update={"corpus": corpus})
         progress = None  # the notes of `prepare_inputs` would be about the first documents only
-    lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="grasp-forecast-") as name:
+        total = Forecast(0.0, 0, 0)
         if build_plan.trains_proxy:
-            proxy, line = forecast_proxy(Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio)
-            build_config = with_model(build_config, proxy)
-            lines.append(f"training first: {line}")
+            proxy, seconds = forecast_proxy(
+                Path(name) / "proxy", build_config.corpus, build_config.model.tokenizer, ratio
+            )
+            build_config, total = with_model(build_config, proxy), Forecast(seconds, 0, 0)
         inputs = prepare_inputs(build_config, Path(name) / "tokens", progress or Progress())
         if inputs.settings.like is not None:
             open_moment_source(inputs, inputs.settings.like)
         tokens_bytes = sum(file.stat().st_size for file in (Path(name) / "tokens").iterdir())
-        lines += _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=untrained or build_plan.trains_proxy)
+        is_untrained = untrained or build_plan.trains_proxy
+        line, price = _estimate(inputs, ratio, round(ratio * tokens_bytes), untrained=is_untrained)
+        total += price
         if build_plan.replay is not None:
             assert isinstance(inputs.model, ReferenceModel)
             n_rows, longest = round(ratio * inputs.store.n_rows), int(inputs.store.lengths().max())
@@ -108,9 +110,8 @@ def forecast(
             plan = plan_replay(
                 inputs.model, train, build_plan.recipe, build_plan.replay, n_rows=n_rows, context=longest
             )
-            _, price = forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))
-            lines += [f"replay: {line}" for line in (*plan.notes, price)]
-    return "\n".join(lines)
+            total += forecast_replay(plan, inputs.store, n_rows, len(inputs.unit_set.targets))[1]
+    return f"{line}\n{total}"
 
 
 def _first_documents(settings: BuildSettings) -> tuple[int, int]:
@@ -142,7 +143,7 @@ def _time_rows(inputs: Inputs, states_every: int) -> tuple[TokenRows, CorpusMome
     return rows, corpus, batches, seconds
 
 
-def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: bool) -> list[str]:
+def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: bool) -> tuple[str, Forecast]:
     """Time the first rows and units, multiply by `ratio` (of all documents to those read), and return the forecast."""
     store, settings, features = inputs.store, inputs.settings, inputs.settings.features
     n_documents, n_rows, n_tokens, n_positions = (
@@ -158,53 +159,45 @@ def _estimate(inputs: Inputs, ratio: float, tokens_bytes: int, *, untrained: boo
     rows, corpus, batches, pass_seconds = _time_rows(inputs, max(1, n_sampled // STATES))
     if not untrained and corpus.n_positions >= MIN_LOSS_POSITIONS:
         refuse_untrained(corpus.loss, inputs.model)
-    # no more tokens of units than of rows; images take equally long, so that rows stand in for units
-    lengths = np.cumsum([len(unit.input_ids) for unit in inputs.unit_tokens])
-    n_timed = int(np.clip(np.searchsorted(lengths, rows.n_tokens), 1, PROBE_UNITS)) if len(lengths) else len(rows)
+    n_units = len(inputs.unit_set.units)
+    n_timed = min(n_units, PROBE_UNITS, len(rows)) if isinstance(rows, TokenRows) else len(rows)
     timed_units: Units = inputs.unit_tokens[:n_timed] if isinstance(rows, TokenRows) else rows
-    started = time.perf_counter()
     measured = store.rows(np.arange(min(len(rows), CURVATURE_ROWS)))
+    times = [time.perf_counter()]
     measure_curvature(inputs, corpus, measured, Progress())
-    curvature_seconds = (time.perf_counter() - started) * min(n_rows, CURVATURE_ROWS) / len(measured)
-    started = time.perf_counter()
+    times.append(time.perf_counter())
     units = inputs.model_pass.units(timed_units, [f"unit {k}" for k in range(n_timed)])
     kernels = make_kernels(features.kernels, inputs.model, features, corpus)
     for kernel in kernels:
         kernel.prepare(units)
-    unit_seconds = time.perf_counter() - started
-    started = time.perf_counter()
+    times.append(time.perf_counter())
     shard = score_shard(
         inputs.model_pass, rows, kernels=kernels, keep_features=settings.keep_features, cached_batches=batches
     )
-    n_units = len(inputs.unit_set.units)
-    score_seconds = (time.perf_counter() - started) * n_units / units.n_rows
+    times.append(time.perf_counter())
+    curvature_seconds, unit_seconds, score_seconds = np.diff(times)
     n_passes = 1.0 if use_cache else 1.0 + sampled_fraction
-    seconds = (n_passes * pass_seconds + score_seconds) * n_tokens / rows.n_tokens
-    seconds += unit_seconds * n_units / units.n_rows + curvature_seconds
+    seconds = n_tokens / rows.n_tokens * (n_passes * pass_seconds + score_seconds * n_units / units.n_rows)
+    seconds += unit_seconds * n_units / units.n_rows
+    seconds += curvature_seconds * min(n_rows, CURVATURE_ROWS) / len(measured)
 
-    # Disk: numbers of every row; moments; names and labels, as one table and shard by shard; stored features.
+    # Disk: numbers of every row; moments; names and labels, as one table and shard by shard; features; token ids.
     width = sum(n_units if name.startswith("relevance_") else array.shape[1] for name, array in shard.arrays.items())
-    disk = n_rows * width * np.dtype(settings.array_dtype).itemsize
+    disk = n_rows * width * np.dtype(settings.array_dtype).itemsize + tokens_bytes + cached_bytes * use_cache
     states_factor = min(store.n_loss_positions, STATES) / max(1, corpus.n_positions)  # other moments have a fixed size
     for name, array in corpus.arrays().items():
         disk += round(array.nbytes * (states_factor if name.startswith("states.") else 1))
     disk += round(2 * ratio * sum(len(parquet_bytes(store.table(k))) for k in range(store.n_shards)))
     disk += round(sum(array.nbytes for array in (shard.features or {}).values()) * n_tokens / rows.n_tokens)
-    temporary = cached_bytes if use_cache else 0
-    if settings.keep_tokens:
-        disk += tokens_bytes
-    else:
-        temporary += tokens_bytes
+    sampled = inputs.model_pass.sampled  # the gradients of all units are held in memory
+    memory = peak_memory() + (0 if sampled is None else sampled.sample.size * (n_units - n_timed) * GRADIENT_BYTES)
 
     about = "about " if ratio > 1 else ""
     questions = Counter(unit.target for unit in inputs.unit_set.units)
     ranking = [name for name in features.kernels if not issubclass(kernel_class(name), Sketch)]
-    more_disk = f", and {size_text(temporary)} more until it is finished" if temporary else ""
-    return [
-        f"rows: {about}{n_rows:,} of {about}{n_documents:,} documents",
-        f"questions: {', '.join(f'{n:,} of {target}' for target, n in questions.items())}",
-        f"kernels: {', '.join(ranking)}",
-        f"time: {about}{n_tokens:,} tokens on {inputs.model.device}: about {duration_text(seconds)}, timed on "
-        f"{rows.n_tokens:,} tokens",
-        f"disk: about {size_text(disk)}{more_disk}",
-    ]
+    line = (
+        f"{about}{n_rows:,} rows and {n_tokens:,} tokens of {about}{n_documents:,} documents; "
+        f"{', '.join(f'{n:,} questions of {target}' for target, n in questions.items())}; rows rank by "
+        f"{', '.join(ranking)}"
+    )
+    return line, Forecast(seconds, memory, disk)

@@ -36,8 +36,6 @@ from grasp.progress import Advance, ignore
 from grasp.settings import FeatureSettings
 from grasp.targets.margins import Answers
 
-SUMMARY_PREFIX = "tail."  # in names of stored arrays: those of `Batch.summary_batch`
-
 Outcome = TypeVar("Outcome")
 Arrays = dict[str, NDArray[Any]]
 
@@ -133,7 +131,7 @@ class ModelPass:
             items, n_units = answers.tokens, len(answers.weight_E)
             names = [names[e] for e in answers.unit_A]
             losses_A = np.empty(len(names))  # mean loss of each answer
-            for index, features in forward_passes(self.model, items, ("all",), 1):
+            for index, features in forward_passes(self.model, items, "all", 1):
                 refuse_non_finite(features, [names[a] for a in index], "unit")
                 losses_A[index] = features.row_loss(len(index)).double().cpu().numpy()
             # The sign of a unit's weight is that of its column. Its size is left out here, since it counts only when
@@ -160,7 +158,7 @@ class ModelPass:
         """Yield batches of rows: indices in `rows`, features, and sampled gradients, (B, K), or None."""
         sampled, settings = self.sampled, self.settings
         if sampled is None:
-            for index, features in forward_passes(self.model, rows, settings.row_positions, settings.top_k):
+            for index, features in forward_passes(self.model, rows, settings.positions, settings.top_k):
                 yield index, features, None
             return
         # features come from the hidden states of the pass whose gradients are computed
@@ -171,25 +169,22 @@ class ModelPass:
             for index, (gradient_BK, hidden_BLH, _) in passes:
                 # `extract` selects positions among the tokens with loss
                 padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
-                features = extract(self.model, *padded, settings.row_positions, settings.top_k, hidden_BLH)
+                features = extract(self.model, *padded, settings.positions, settings.top_k, hidden_BLH)
                 yield index, features, gradient_BK
 
     def _build_batch(self, features: BatchFeatures, names: Sequence[str], noun: str) -> Batch:
-        """Build a batch from the features of a pass.
-
-        `features` has one or two sets of positions: kernels read the first; summaries, if any, the second.
-        """
+        """Build a batch from the features of a pass."""
         refuse_non_finite(features, names, noun)
-        n_rows = len(names)
-        loss_B, head, vocab_size = features.row_loss(n_rows), self.model.head, self.model.vocab_size
-        batch: Batch | None = None
-        # from the last set to the first, since each batch holds the one of the next set
-        for spec_index in reversed(range(len(features.position_masks))):
-            hidden_PH, residual, row_P = features.at_spec(spec_index)
-            input_P = features.input_P[features.position_masks[spec_index]]
-            batch = Batch(hidden_PH, residual, row_P, input_P, n_rows, loss_B, head, vocab_size, summary_batch=batch)
-        assert batch is not None
-        return batch
+        return Batch(
+            features.hidden_PH,
+            features.residual,
+            features.row_P,
+            features.input_P,
+            len(names),
+            features.row_loss(len(names)),
+            self.model.head,
+            self.model.vocab_size,
+        )
 
 
 def unit_gradients(
@@ -246,7 +241,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
     row_numbers = [torch.from_numpy(index).to(loss_B.device) for index, _ in parts]
     for row_B, batch in zip(row_numbers, batches, strict=True):
         loss_B[row_B] = batch.loss_B
-    summaries = [(index, batch.summary_batch) for index, batch in parts if batch.summary_batch is not None]
     return replace(
         batches[0],
         hidden_PH=torch.cat([batch.hidden_PH for batch in batches]),
@@ -255,7 +249,6 @@ def merge_batches(parts: Sequence[tuple[I64, Batch]], n_rows: int) -> Batch:
         input_P=torch.cat([batch.input_P for batch in batches]),
         n_rows=n_rows,
         loss_B=loss_B,
-        summary_batch=merge_batches(summaries, n_rows) if summaries else None,
         gradient_BK=None,
     )
 
@@ -320,30 +313,26 @@ def batch_arrays(k: int, index: I64, batch: Batch, *, half: bool = False) -> Arr
     Raises:
         ModelError: hidden states that do not fit float16.
     """
-    arrays: Arrays = {f"{k}.rows": index}
-    for prefix, positions in ((f"{k}.", batch), (f"{k}.{SUMMARY_PREFIX}", batch.summary_batch)):
-        if positions is None:
-            continue
-        hidden_PH, residual = positions.hidden_PH.half() if half else positions.hidden_PH, positions.residual
-        if half and not bool(hidden_PH.isfinite().all()):
-            raise ModelError(
-                "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
-                "without keep_features"
-            )
-        tensors = {
-            "hidden": hidden_PH,
-            "index": residual.index_PK.int(),
-            "value": residual.value_PK.half() if half else residual.value_PK,
-            "loss": residual.loss_P,
-            "row": positions.row_P.int(),
-            "input": positions.input_P.int(),
-            "row_loss": positions.loss_B,
-        }
-        if positions.weight_P is not None:
-            tensors["weight"] = positions.weight_P
-        if residual.truncated_P is not None:
-            tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
-        arrays |= {f"{prefix}{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
+    hidden_PH, residual = batch.hidden_PH.half() if half else batch.hidden_PH, batch.residual
+    if half and not bool(hidden_PH.isfinite().all()):
+        raise ModelError(
+            "keep_features: hidden states beyond 65504 do not fit float16, in which features are stored; build "
+            "without keep_features"
+        )
+    tensors = {
+        "hidden": hidden_PH,
+        "index": residual.index_PK.int(),
+        "value": residual.value_PK.half() if half else residual.value_PK,
+        "loss": residual.loss_P,
+        "row": batch.row_P.int(),
+        "input": batch.input_P.int(),
+        "row_loss": batch.loss_B,
+    }
+    if batch.weight_P is not None:
+        tensors["weight"] = batch.weight_P
+    if residual.truncated_P is not None:
+        tensors["rest"] = residual.truncated_P.half() if half else residual.truncated_P
+    arrays: Arrays = {f"{k}.rows": index} | {f"{k}.{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
     if batch.gradient_BK is not None:
         stored_BK = _round_to_stored(batch.gradient_BK)
         is_bfloat16 = stored_BK.dtype == torch.bfloat16  # numpy has no bfloat16: its bits are stored
@@ -360,52 +349,34 @@ def read_batches(
     arrays: Mapping[str, NDArray[Any]], model_pass: ModelPass | None, vocab_size: int
 ) -> Iterator[tuple[I64, Batch]]:
     """Yield the batches that `batch_arrays` converted, with the indices of their rows; without a model on the CPU."""
-    n_batches = 1 + max(int(name.partition(".")[0]) for name in arrays)
-    for k in range(n_batches):
-        index, summary_prefix = arrays[f"{k}.rows"], f"{k}.{SUMMARY_PREFIX}"
-        batch = _read_batch(arrays, f"{k}.", len(index), model_pass, vocab_size)
-        if f"{summary_prefix}hidden" in arrays:
-            summary_batch = _read_batch(arrays, summary_prefix, len(index), model_pass, vocab_size)
-            batch = replace(batch, summary_batch=summary_batch)
-        if model_pass is None:
-            yield index, batch
-            continue
-        gradient_BK = None
-        if f"{k}.gradient" in arrays and model_pass.sampled is not None:
-            stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
-            stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
-            gradient_BK = stored_BK.to(model_pass.model.device, model_pass.sampled.engine.work)
-        yield index, replace(batch, gradient_BK=gradient_BK, sampled=model_pass.sampled)
-
-
-def _read_batch(
-    arrays: Mapping[str, NDArray[Any]], prefix: str, n_rows: int, model_pass: ModelPass | None, vocab_size: int
-) -> Batch:
-    """Return the batch whose arrays have names with a prefix, converted to the dtype of its losses."""
     device = torch.device("cpu") if model_pass is None else model_pass.model.device
-    tensors = {
-        name.removeprefix(prefix): torch.from_numpy(array).to(device)
-        for name, array in arrays.items()
-        if name.startswith(prefix)
-    }
-    dtype = tensors["loss"].dtype
-    residual = SparseResidual(
-        tensors["index"].long(),
-        tensors["value"].to(dtype),
-        tensors["loss"],
-        tensors["rest"].to(dtype) if "rest" in tensors else None,
-    )
-    return Batch(
-        tensors["hidden"].to(dtype),
-        residual,
-        tensors["row"].long(),
-        tensors["input"].long(),
-        n_rows,
-        tensors["row_loss"],
-        None if model_pass is None else model_pass.model.head,
-        vocab_size,
-        weight_P=tensors["weight"].to(dtype) if "weight" in tensors else None,
-    )
+    for k in range(1 + max(int(name.partition(".")[0]) for name in arrays)):
+        prefix, index = f"{k}.", arrays[f"{k}.rows"]
+        tensors = {
+            name.removeprefix(prefix): torch.from_numpy(array).to(device)
+            for name, array in arrays.items()
+            if name.startswith(prefix) and name != f"{k}.gradient"
+        }
+        dtype = tensors["loss"].dtype
+        truncated_P = tensors["rest"].to(dtype) if "rest" in tensors else None
+        batch = Batch(
+            tensors["hidden"].to(dtype),
+            SparseResidual(tensors["index"].long(), tensors["value"].to(dtype), tensors["loss"], truncated_P),
+            tensors["row"].long(),
+            tensors["input"].long(),
+            len(index),
+            tensors["row_loss"],
+            None if model_pass is None else model_pass.model.head,
+            vocab_size,
+            weight_P=tensors["weight"].to(dtype) if "weight" in tensors else None,
+        )
+        if model_pass is not None and model_pass.sampled is not None:
+            batch = replace(batch, sampled=model_pass.sampled)
+            if f"{k}.gradient" in arrays:
+                stored_BK = torch.from_numpy(arrays[f"{k}.gradient"])
+                stored_BK = stored_BK.view(torch.bfloat16) if stored_BK.dtype == torch.uint16 else stored_BK
+                batch = replace(batch, gradient_BK=stored_BK.to(device, model_pass.sampled.engine.work))
+        yield index, batch
 
 
 # -------------------------------------------------------------------- the jobs of the two loops of a build
@@ -461,11 +432,9 @@ def compute_moments(
         on_batch: callback that receives each batch as named arrays, which `score_shard` accepts as `cached_batches`.
     """
     corpus = CorpusMoments(model_pass.model.vocab_size, states_every)
-    kernels = make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)
+    make_kernels(model_pass.settings.kernels, model_pass.model, model_pass.settings, corpus)  # add their moments
     for index, batch in model_pass.batches(rows):
-        corpus.observe_loss(batch)
-        for kernel in kernels:
-            kernel.observe(batch)
+        corpus.observe(batch)
         if on_batch is not None:
             on_batch(batch_arrays(0, index, batch))
         advance(len(index), rows.tokens_of(index))

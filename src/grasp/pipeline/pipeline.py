@@ -287,9 +287,8 @@ def feature_bytes(inputs: Inputs) -> int:
     settings = model_pass.settings
     # hidden state in float32; index and probability of each coordinate; label, row, token and loss
     position_bytes = 4 * model_pass.model.hidden_size + 8 * (settings.top_k + 1) + 16
-    n_position_sets = len(settings.row_positions)
     n_coordinates = 0 if model_pass.sampled is None else model_pass.sampled.sample.size
-    return store.n_loss_positions * position_bytes * n_position_sets + 2 * n_coordinates * store.n_rows  # bfloat16
+    return store.n_loss_positions * position_bytes + 2 * n_coordinates * store.n_rows  # bfloat16
 
 
 def open_moment_source(inputs: Inputs, like: str) -> ArtifactReader:

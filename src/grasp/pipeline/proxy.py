@@ -1,7 +1,7 @@
 """Train a small model from scratch on a corpus, for a build without a checkpoint.
 
 Relevance is computed with this proxy instead of a model of the user. `train_proxy` stores it in the directory of the
-artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` estimates its training time.
+artifact together with its tokenizer, so that targets can be added later. `forecast_proxy` times it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from grasp.artifact.manifest import TOKENS
 from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
@@ -21,7 +22,6 @@ from grasp.models.tokenizer import HfTokenizer, train_tokenizer
 from grasp.pipeline.replay_plan import time_step
 from grasp.progress import Progress
 from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
-from grasp.text import duration_text
 from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_training
 from grasp.training.recipe import RECIPES, TrainingRecipe
 from grasp.training.train import RECORD, start_training, train
@@ -63,7 +63,10 @@ def train_proxy(
     out, progress, corpus = Path(out), progress or Progress(), path_settings(CorpusSettings, corpus, "corpus")
     corpus = corpus.model_copy(update={"max_length": corpus.max_length or CONTEXT})
     with lock_artifact(out):
-        encoder, rows = _prepare_rows(out, corpus, None if tokenizer is None else str(tokenizer), shard_rows, progress)
+        named = None if tokenizer is None else str(tokenizer)
+        encoder, rows = prepare_rows(
+            out / TOKENIZER, out / TOKENS, corpus, named, shard_rows=shard_rows, progress=progress
+        )
         recipe = _proxy_recipe(rows.n_rows, encoder.vocab_size, corpus)
         if not (out / MODEL / RECORD).exists():
             progress.note(
@@ -85,9 +88,9 @@ def train_proxy(
     return out / MODEL
 
 
-def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, str]:
-    """Save an untrained proxy for the whole corpus, `ratio` times its part, and forecast its training from one step."""
-    encoder, rows = _prepare_rows(out, corpus, tokenizer, FORECAST_SHARD_ROWS, Progress())
+def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, ratio: float) -> tuple[Path, float]:
+    """Save an untrained proxy for the whole corpus, `ratio` times its part; return it and the seconds of training."""
+    encoder, rows = prepare_rows(out / TOKENIZER, out / TOKENS, corpus, tokenizer, shard_rows=FORECAST_SHARD_ROWS)
     recipe = _proxy_recipe(round(ratio * rows.n_rows), encoder.vocab_size, corpus)
     training = start_training(recipe, 0, eos_id=encoder.eos_id)
     batch_rows = min(recipe.batch_rows, rows.n_rows)  # the part may have fewer rows than a batch
@@ -95,17 +98,31 @@ def forecast_proxy(out: Path, corpus: CorpusSettings, tokenizer: str | None, rat
     hf_logging.disable_progress_bar()  # the command line has its own progress display
     training.model.save_pretrained(out / MODEL)
     encoder.save(out / MODEL)
-    return out / MODEL, (
-        f"a model of {recipe.shape.n_parameters:,} parameters, {recipe.steps} steps of {recipe.batch_rows} rows: about "
-        f"{duration_text(step_seconds * recipe.steps)}"
-    )
+    return out / MODEL, step_seconds * recipe.steps
 
 
-def _prepare_rows(
-    out: Path, corpus: CorpusSettings, tokenizer: str | None, shard_rows: int, progress: Progress
+def prepare_rows(
+    directory: Path,
+    tokens: Path,
+    corpus: CorpusSettings,
+    tokenizer: str | None = None,
+    *,
+    shard_rows: int = SHARD_ROWS,
+    progress: Progress | None = None,
 ) -> tuple[HfTokenizer, RowStore]:
-    """Load the named tokenizer, or train one on the corpus and store it, and encode the corpus to rows."""
-    directory = out / TOKENIZER
+    """Encode a corpus to rows by a tokenizer, or by one that is trained on the corpus.
+
+    Args:
+        directory: where a trained tokenizer is stored; one that is there is used.
+        tokens: directory of the rows.
+        corpus: settings of the corpus.
+        tokenizer: directory of a tokenizer. Default: train byte-level BPE with the vocabulary of `tiny`.
+        shard_rows: rows per shard.
+        progress: receives the stages.
+    Raises:
+        CorpusError: the corpus has no texts that a tokenizer can be trained on.
+    """
+    progress = progress or Progress()
     if tokenizer is not None:
         hf_tokenizer = tokenizer_at("tokenizer", tokenizer, ModelSettings(path=tokenizer))
     else:
@@ -117,7 +134,7 @@ def _prepare_rows(
         hf_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     encoder = HfTokenizer(hf_tokenizer, vocab_size=len(hf_tokenizer))
     progress.stage("rows", rows=None, tokens=None)
-    return encoder, RowStore.write(out / "tokens", corpus, encoder, shard_rows=shard_rows)
+    return encoder, RowStore.write(tokens, corpus, encoder, shard_rows=shard_rows)
 
 
 def _proxy_recipe(n_rows: int, vocab_size: int, corpus: CorpusSettings) -> TrainingRecipe:

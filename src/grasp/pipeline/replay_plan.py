@@ -6,6 +6,9 @@ Start with `plan_replay`.
 """
 
 import copy
+import os
+import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +29,7 @@ from grasp.text import duration_text, size_text
 from grasp.training.adamw import EXACT_DTYPES, AdamWTraining
 from grasp.training.adjoint import norm_of
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_proxy_recipe, default_recipe, proxy_training
-from grasp.training.metagradient import MetagradientSettings, middle_steps, replay_cost
+from grasp.training.metagradient import MetagradientSettings, middle_steps, replay_trainings
 from grasp.training.recipe import OptimizerRecipe
 from grasp.training.row_order import token_batches
 from grasp.training.train import start_training
@@ -130,7 +133,6 @@ def plan_replay(
         first_step = max(0, optimizer.steps - settings.window)
     probe_steps = middle_steps(optimizer.steps - first_step, settings.probes)
     differentiation = MetagradientSettings(
-        curvature=settings.curvature,
         probe_steps=tuple(first_step + step for step in probe_steps),
         batch_tokens=reference.batch_tokens,
         first_step=first_step,
@@ -172,31 +174,47 @@ def make_trainable(
     return model, notes
 
 
-def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, str]:
-    """Time the gradient of one batch; return the cost in trainings, and a line on time, memory and disk."""
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Forecast of wall time and space; the time is that of the load of the machine while it was measured."""
+
+    seconds: float
+    memory_bytes: int
+    disk_bytes: int  # until it is finished
+
+    def __add__(self, other: "Forecast") -> "Forecast":
+        """Return the forecast of one after the other."""
+        disk_bytes = self.disk_bytes + other.disk_bytes
+        return Forecast(self.seconds + other.seconds, max(self.memory_bytes, other.memory_bytes), disk_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"about {duration_text(self.seconds)} at the present load of {os.getloadavg()[0]:.1f}, "
+            f"{size_text(self.memory_bytes)} of memory, {size_text(self.disk_bytes)} of disk until it is finished"
+        )
+
+
+def peak_memory() -> int:
+    """Return the peak memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: int) -> tuple[float, Forecast]:
+    """Time the gradient of one batch; return the cost in trainings, and the forecast of all of them."""
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)  # `rows` may be fewer than the order names
+    trainings = plan.n_orders * replay_trainings(order, n_rows, n_targets, plan.differentiation) + plan.settings.check
     # The adjoint of a target has ADJOINT_SIZE numbers per parameter. On disk there are two versions of it while it is
     # written. In memory there is also a direction per target, at probe steps, and copies of the weights, of a direction
     # and of a product.
     disk_bytes = size.start_bytes + 2 * ADJOINT_SIZE * n_targets * training.parameter_bytes
     memory_bytes = ((ADJOINT_SIZE + 1) * n_targets + 3) * training.parameter_bytes
-    if size.segment_bytes > plan.settings.memory_mb * MEGABYTE:
-        disk_bytes += size.segment_bytes
-    else:
-        memory_bytes += size.segment_bytes
-    cost = replay_cost(order, n_rows, n_targets, plan.differentiation)
-    retrainings = plan.settings.check
-    trainings = plan.n_orders * cost.total + retrainings
-    count, each = (f"{plan.n_orders} trainings", ", each") if plan.n_orders > 1 else ("a training", ",")
-    check = f"; {retrainings} more to check it" if retrainings else ""
-    total = f"; {trainings:.1f} in all" if plan.n_orders > 1 or retrainings else ""
-    return trainings, (
-        f"{count} of {plan.optimizer} with {size.parameters:,} parameters{each} differentiated at the price of "
-        f"{cost}{check}{total}; about {duration_text(trainings * size.steps * step_seconds)}, "
-        f"{size_text(memory_bytes)} more memory than the training alone, and {size_text(disk_bytes)} of disk until it "
-        "is finished"
+    is_on_disk = size.segment_bytes > plan.settings.memory_mb * MEGABYTE
+    return trainings, Forecast(
+        trainings * size.steps * step_seconds,
+        peak_memory() + memory_bytes + (0 if is_on_disk else size.segment_bytes),
+        disk_bytes + (size.segment_bytes if is_on_disk else 0),
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 
 from grasp.artifact.manifest import UNITS
@@ -56,11 +55,13 @@ def unit_arrays(inputs: Inputs, kernels: Sequence[Kernel], progress: Progress) -
 def unit_table(inputs: Inputs) -> pa.Table:
     """Return the unit table: one row per unit, in the order of the columns of the relevance arrays."""
     units, unit_tokens = inputs.unit_set.units, inputs.unit_tokens
+    # of all answers with loss, of which a build may read a part
+    n_positions = [sum(len(answer.input_ids) - answer.first for answer in (unit, *unit.others)) for unit in unit_tokens]
     return pa.table(
         {
             "unit_id": [unit.unit_id for unit in units],
             "target": [unit.target for unit in units],
-            "n_positions": pa.array(torch.bincount(inputs.units.row_P, minlength=len(units)).tolist(), pa.int32()),
+            "n_positions": pa.array(n_positions or [1] * len(units), pa.int32()),  # an image is one position
             "loss": pa.array(inputs.units.loss_B.float().cpu().numpy(), pa.float32()),
             "prompt": [unit.prompt for unit in units],
             "completion": [unit.completion for unit in units],

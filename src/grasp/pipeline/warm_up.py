@@ -1,8 +1,9 @@
-"""Train the model of a build a few steps further before kernels read it.
+"""Train the model of a build to a state in the middle of the training that is predicted, before kernels read it.
 
 Initially, the gradients of all rows have a common part, such as the format of the answers. It does not distinguish
-rows, and a few steps of training remove it, so that the gradients of the trained model predict subsets better. The
-trained model is stored in the directory of the artifact. Start with `warm_up`.
+rows, and some steps of training remove it, so that the gradients of the trained model predict subsets better. After
+half of a training they are those that the runs have on average (experiments/finetune). The trained model is stored in
+the directory of the artifact; replays and retrainings begin with the model before it. Start with `warm_up`.
 """
 
 import json
@@ -16,9 +17,10 @@ from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import atomic_path, differences, discard
+from grasp.models.build_source import WARM_UP
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
-from grasp.pipeline.add_replay import WARM_UP, refuse_longer_rows, refuse_untrainable
+from grasp.pipeline.add_replay import refuse_longer_rows, training_problem
 from grasp.pipeline.proxy import MODEL
 from grasp.pipeline.replay_plan import make_trainable, read_recipe
 from grasp.progress import Progress
@@ -33,7 +35,7 @@ STATES = "warm-up"  # in the artifact, while the model is trained
 def warm_up(
     model: ModelSettings | Mapping[str, Any] | Path | str,
     corpus: CorpusSettings | Mapping[str, Any] | Path | str,
-    steps: int,
+    steps: int | None,
     out: Path | str,
     *,
     recipe: FineTuningRecipe | Mapping[str, Any] | Path | str | None = None,
@@ -49,15 +51,16 @@ def warm_up(
     Args:
         model: directory or hub name of a causal LM, or settings of the model by name: path, dtype, ...
         corpus: path of texts or chats, or settings of the corpus by name: path, text_column, max_length, ...
-        steps: optimizer steps; the learning rate decays to its end within them.
+        steps: steps of the training by the recipe that are taken. None: half of them.
         out: directory of an artifact.
-        recipe: optimizer and batch: a YAML or JSON file, or settings by name, see `build`. Default: batches of 16.
+        recipe: the training: a YAML or JSON file, or settings by name, see `build`. Default: as of `build`.
         shard_rows: rows per shard.
         seed: seed of the order of the rows.
         progress: receives stages, notes and numbers of rows.
     Raises:
         ArtifactError: the directory has a model that was trained with other settings.
-        SettingsError: the training is no fine-tuning of all parameters on texts, or rows are longer than the recipe's.
+        SettingsError: the training is no fine-tuning of all parameters on texts, has fewer steps, or rows are longer
+            than the recipe's.
         ModelError: the training diverges.
     """
     out, progress, recipe = Path(out), progress or Progress(), read_recipe(recipe)
@@ -65,49 +68,64 @@ def warm_up(
     model_settings = path_settings(ModelSettings, model, "model")
     if model_settings.path == str(out / MODEL):
         return out / MODEL
-    refuse_untrainable(model_settings, corpus, "--warm-up")
-    problem = "" if steps > 0 else f"got {steps}, expected at least 1 step"
-    if is_adapter(model_settings.path) or (recipe is not None and recipe.lora_r is not None):
-        problem = (
-            "trains all parameters, but got an adapter; train the adapter for these steps, and pass its directory as "
-            "--model"
-        )
-    if problem:
+    if problem := warm_up_problem(model_settings, corpus, recipe):
         raise SettingsError(f"--warm-up: {problem}")
     record = {
         "model": model_settings.path,
         "corpus": corpus.path,
-        "recipe": ({} if recipe is None else recipe.model_dump(mode="json")) | {"max_steps": steps},
+        "recipe": None if recipe is None else recipe.model_dump(mode="json"),
+        "steps": steps,
         "seed": seed,
     }
     with lock_artifact(out):
         directory = out / MODEL
         if (directory / WARM_UP).exists():
-            if changed := list(differences(json.loads((directory / WARM_UP).read_bytes()), record)):
+            earlier = json.loads((directory / WARM_UP).read_bytes())
+            if changed := list(differences({name: earlier.get(name) for name in record}, record)):
                 raise ArtifactError(
                     f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or "
                     f"delete {out}"
                 )
             return directory
         reference = ReferenceModel.load(model_settings)
+        fingerprint = reference.fingerprint()
         progress.stage("rows", rows=None, tokens=None)
         tokenizer, context = reference.tokenizer, reference.context
         rows = RowStore.write(out / "tokens", corpus, tokenizer, shard_rows=shard_rows, context=context)
-        recipe = (recipe or default_recipe(rows.n_rows)).model_copy(update={"max_steps": steps})
+        recipe = recipe or default_recipe(rows.n_rows)
         refuse_longer_rows(recipe, rows, out)
+        all_steps = recipe.steps(rows.n_rows)
+        count = max(all_steps // 2, 1) if steps is None else steps
+        if not 0 < count <= all_steps:
+            raise SettingsError(f"--warm-up: got {count}, expected 1 to {all_steps}, the steps of the training")
         trained, notes = make_trainable(reference.model, reference.frozen, recipe, seed)
         training = AdamWTraining(trained, recipe.optimizer(rows.n_rows))
-        order = recipe.order(rows.n_rows, seed)
+        order = recipe.order(rows.n_rows, seed)[:count]
         for line in (*notes, *training.notes):
             progress.note(line)
         trajectory = Trajectory(training, rows, order, directory=out / STATES)
-        progress.note(f"--warm-up: the model is trained {steps} steps of {recipe.batch_rows} rows; see {directory}")
+        progress.note(
+            f"--warm-up: the model is trained {count} of the {all_steps} steps of the training, of {recipe.batch_rows} "
+            f"rows; see {directory}"
+        )
         progress.stage("warm-up", rows=sum(map(len, order)), tokens=None)
         trajectory.train(lambda done: progress.advance(len(order[done - 1]), 0))
         with atomic_path(directory) as part:
             hf_logging.disable_progress_bar()  # the command line has its own progress display
             trained.save_pretrained(part)
             tokenizer.save(part)
-            (part / WARM_UP).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            (part / WARM_UP).write_text(
+                json.dumps(record | {"fingerprint": fingerprint}, indent=1) + "\n", encoding="utf-8"
+            )
         discard(out / STATES)
     return directory
+
+
+def warm_up_problem(model: ModelSettings, corpus: CorpusSettings, recipe: FineTuningRecipe | None) -> str:
+    """Return why a model cannot be trained to a state, or an empty text."""
+    if is_adapter(model.path) or (recipe is not None and recipe.lora_r is not None):
+        return (
+            "trains all parameters, but got an adapter; train the adapter for these steps, and pass its directory as "
+            "--model"
+        )
+    return training_problem(model, corpus)

@@ -230,7 +230,7 @@ def recorded_units(
     """
     loaded = load_units(settings.targets).rendered(tokenizer).units
     recorded: dict[str, tuple[Unit, ...]] = {}
-    for loss_on in settings.recorded_losses:
+    for loss_on in tuple(dict.fromkeys(settings.losses)) or (settings.targets.loss_on,):
         for name in dict.fromkeys(unit.target for unit in loaded if unit.metric == LOSS or loss_on == "completion"):
             recorded_target = tuple(replace(unit, loss_on=loss_on) for unit in loaded if unit.target == name)
             recorded[name + (ALL_SUFFIX if loss_on == "all" else "")] = recorded_target

@@ -172,6 +172,14 @@ class GaussianProcess:
         noise = self.hyperparameters["noise"] + self.hyperparameters["seed noise"] + JITTER
         return self._mean_T[task] + scale * mean_B, scale**2 * covariance_BB, scale**2 * noise
 
+    def held_out_residuals(self) -> F64:
+        """Return the utility of each run minus its prediction from all other runs, (n, T); hyperparameters are fixed.
+
+        The residual of y_i from the others is (P y)_i / P_ii: the identity for kriging with an estimated level.
+        """
+        diagonal_nC = np.diagonal(self._fit.inverse_Cnn, axis1=1, axis2=2).T
+        return np.asarray(self.scale_T * self._run_weights_nT / diagonal_nC)
+
     def quantile(self, coverage: float) -> float:
         """Return half the width of a central interval in standard deviations, by Student's t distribution."""
         return float(stdtrit(self.degrees_of_freedom, 0.5 + coverage / 2))

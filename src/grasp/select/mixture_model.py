@@ -1,6 +1,6 @@
 """Predict and optimise mixtures from training runs alone, without an artifact.
 
-`MixtureModel` fits a Gaussian process to the results of runs that were trained on mixtures of a label's values. Start
+`MixtureModel` fits a law of mixtures and a Gaussian process to runs on mixtures of a label's values. Start
 with `predict_runs` and `mix_runs`; results are in the units of the metrics. `grasp.select.proposals` proposes the
 mixtures to train next.
 
@@ -8,7 +8,7 @@ Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T me
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ from grasp.runs.calibration import COVERAGE
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
+from grasp.runs.mixture_law import MixtureLaw, fit_process
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.budget import first_few
@@ -52,6 +53,7 @@ class MixtureModel:
     Attributes:
         table: the runs.
         share_RG: mixture of each run.
+        law: prior mean of the Gaussian process, if it predicts held-out runs better than the process alone.
         gaussian_process: fitted to the metrics and the objective.
         weights_T: weight of each metric in the objective; they add up to 1.
         sign_T: -1 for a metric of which lower is better, else 1.
@@ -62,6 +64,7 @@ class MixtureModel:
 
     table: RunTable
     share_RG: F64
+    law: MixtureLaw | None
     gaussian_process: GaussianProcess
     weights_T: F64
     sign_T: F64
@@ -110,10 +113,8 @@ class MixtureModel:
         scale_T = np.nanmean(utility_RST, axis=1).std(axis=0) if len(kinds) > 1 else 1.0
         objective_RS1 = ((utility_RST / scale_T) @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
-        features = SubsetFeatures.from_shares(share_RG, len(weights_T) + 1)
-        gaussian_process = GaussianProcess.fit(features, np.concatenate([utility_RST, objective_RS1], axis=2))
-        sign_T = table.sign_T
-        return cls(table, share_RG, gaussian_process, weights_T, sign_T, constant, kinds)
+        law, process = fit_process(share_RG, np.concatenate([utility_RST, objective_RS1], axis=2))
+        return cls(table, share_RG, law, process, weights_T, table.sign_T, constant, kinds)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -138,7 +139,8 @@ class MixtureModel:
 
     def features(self, share_BG: F64) -> SubsetFeatures:
         """Return the features of mixtures for the Gaussian process."""
-        return SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
+        features = SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
+        return features if self.law is None else replace(features, relevance_BT=self.law.predict(share_BG))
 
     def predict_objective(self, share_BG: F64, n_std: float = 0.0) -> F64:
         """Return the predicted objective minus `n_std` standard deviations, (B,); higher is better."""

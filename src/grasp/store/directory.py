@@ -14,11 +14,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
-
-from pydantic import BaseModel
 
 from grasp.errors import ArtifactError, GraspError
 from grasp.files import (
@@ -34,10 +31,10 @@ from grasp.files import (
     report_full_disk,
     write_atomically,
 )
-from grasp.store.records import R, Signed, dump_json, plain_json, read_record
+from grasp.store.records import Mark, R, Signed, dump_json, plain_json, read_record
 from grasp.text import parse_json, plain
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Mark)
 
 
 class Files:
@@ -92,7 +89,6 @@ class Schema(Generic[M]):
         other_files: patterns of further files that are removed when the store is cleared.
         recovery_hint: what the user should do if a file is damaged, for messages.
         error_type: type of errors about this directory.
-        files: function that returns the size and checksum of each file of a mark.
     """
 
     mark: type[M]
@@ -101,7 +97,6 @@ class Schema(Generic[M]):
     other_files: tuple[str, ...] = ()
     recovery_hint: str = "build it again"
     error_type: type[GraspError] = ArtifactError
-    files: Callable[[M], Mapping[str, FileEntry]] = attrgetter("files")
 
 
 class Store(Generic[M]):
@@ -144,7 +139,7 @@ class Store(Generic[M]):
         """Return the files of complete parts, by name. A part with missing or truncated files is not complete."""
         complete = {}
         for mark in sorted(self.root.glob(self.schema.marks)):
-            entries = self.schema.files(self.mark(mark.stem))
+            entries = self.mark(mark.stem).files
             sizes = {self.root / name: entry.bytes for name, entry in entries.items()}
             if all(kind_of(file) == "file" and file.stat().st_size == size for file, size in sizes.items()):
                 complete[mark.stem] = Files(self.root, entries, self.schema.recovery_hint, self.schema.error_type)

@@ -49,10 +49,6 @@ class FurtherTraining:
             blocks = [np.arange(start, min(start + BLOCK_ROWS, rows.n_rows)) for start in starts]
             self._reference_N = np.concatenate([margins(training, rows.rows(block)) for block in blocks])
 
-    def steps(self, n_rows: int) -> int:
-        """Return the number of steps on a subset of so many rows."""
-        return self._recipe.steps(n_rows)
-
     def train(
         self, retained: Bool | F64 | None, seed: int, progress: Callable[[int], None] | None = None
     ) -> PreTrainedModel:

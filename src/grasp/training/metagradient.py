@@ -33,7 +33,7 @@ from grasp.targets.margins import Answers
 from grasp.targets.units import UnitTokens
 from grasp.training.adamw import AdamWTraining
 from grasp.training.adjoint import Adjoint, add_curvature, norm_of, through_update
-from grasp.training.hessian_products import RELATIVE_STEP, Curvature, curvature_product
+from grasp.training.hessian_products import RELATIVE_STEP, hessian_product
 from grasp.training.row_derivatives import cheaper_method, padded_labels, row_derivatives
 from grasp.training.trajectory import Step, TensorSets, Trajectory
 
@@ -52,7 +52,6 @@ BATCH_TOKENS = 8192
 class MetagradientSettings(Settings):
     """Settings of the differentiation of a training run."""
 
-    curvature: Curvature = Field("difference", description="Method for products with the curvature of a batch.")
     relative_step: float = Field(RELATIVE_STEP, gt=0, description="Finite-difference step, in norms of the weights.")
     root_share: float = Field(
         ROOT_SHARE,
@@ -113,36 +112,14 @@ class Metagradient:
         return cls(**load_file(path))
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayCost:
-    """Cost of a replay in units of the training run; a forward pass is a third of a gradient."""
-
-    forward: float  # the training run itself
-    rerun: float  # recomputing the steps of each segment
-    backward: float
-    probes: float
-
-    @property
-    def total(self) -> float:
-        """Return the sum, including the training run itself."""
-        return self.forward + self.rerun + self.backward + self.probes
-
-    def __str__(self) -> str:
-        probes = f", {self.probes:.1f} to differentiate all rows" if self.probes else ""
-        return (
-            f"{self.total:.1f} trainings: {self.forward:.1f} forward, {self.rerun:.1f} again, {self.backward:.1f} "
-            f"backward{probes}"
-        )
-
-
 def middle_steps(steps: int, count: int) -> tuple[int, ...]:
     """Return the middle steps of `count` equal parts of a training, or all steps if there are fewer."""
     count = min(count, steps)
     return tuple(int((k + 0.5) * steps / count) for k in range(count))
 
 
-def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> ReplayCost:
-    """Forecast what a replay of a training costs.
+def replay_trainings(order: Sequence[I64], n_rows: int, n_targets: int, settings: MetagradientSettings) -> float:
+    """Return the cost of a replay in trainings: the training, its steps again, a gradient per target, and probes.
 
     Args:
         order: positions of the rows of each step.
@@ -150,12 +127,9 @@ def replay_cost(order: Sequence[I64], n_rows: int, n_targets: int, settings: Met
         n_targets: number of targets.
         settings: settings of the replay.
     """
-    replayed = (len(order) - settings.first_step) / len(order)
-    # gradients per step and target
-    gradients = {"one-sided": 1.0, "difference": 2.0, "gauss-newton": 5 / 3}[settings.curvature]
     _, gradients_per_row = cheaper_method(n_targets)
     probes = gradients_per_row * len(settings.probe_steps) * n_rows / sum(len(index_B) for index_B in order)
-    return ReplayCost(1.0, replayed, replayed * gradients * n_targets, probes)
+    return 1.0 + (1 + n_targets) * (len(order) - settings.first_step) / len(order) + probes
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,14 +345,9 @@ class _Replay:
             step=k,
             root=float(results["root"][0]),
         )
-        product, along_B = curvature_product(
-            training,
-            batch.ids_BL,
-            batch.weight_BL,
-            direction,
-            settings.curvature,
-            settings.relative_step * (-1 if k % 2 else 1),  # errors of one-sided differences cancel over steps
-            (step.gradient, step.loss_B),
+        relative_step = settings.relative_step * (-1 if k % 2 else 1)  # errors cancel over steps
+        product, along_B = hessian_product(
+            training, batch.ids_BL, batch.weight_BL, direction, step.gradient, step.loss_B, relative_step
         )
         add_curvature(adjoint, training.recipe.learning_rate_at(k), training.weight_decays, product)
         weight_B = self.trajectory.weight_N[batch.row_index_B]
@@ -388,7 +357,7 @@ class _Replay:
         if not math.isfinite(adjoint.norm):
             raise ModelError(
                 f"replay: the derivative is {adjoint.norm} at step {k}, expected a finite number; set "
-                "first_step to a later step, set curvature to gauss-newton, or lower the learning rate"
+                "first_step to a later step, or lower the learning rate"
             )
         return direction
 

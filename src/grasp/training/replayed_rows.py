@@ -6,8 +6,7 @@ A row has two scores for a target:
     probed    the mean over probe steps of its derivative there, with each step standardized over rows
 
 An *order* is one training run with its own order of the rows. Steps from which on a replay is smooth (`replay_checks`)
-are used. If no more than the last third of a replay is smooth, it is repeated with Gauss-Newton, and discarded if it is
-still not smooth. Start with `replay_rows`.
+are used. If no more than the last third of a replay is smooth, it is discarded. Start with `replay_rows`.
 
 In a training from scratch, derivatives at single probe steps are noise, and a row is drawn about once. What the
 derivatives of drawn rows have in common is then predicted for all rows from their text: see `scores_from_text`.
@@ -44,7 +43,7 @@ BLOCK_ROWS = 4096
 CHECK_GROUPS = 64  # groups of consecutive rows, which often have a common source
 CHECK_SHIFT = 0.2  # of the weight of a group, up or down
 MIN_CHECK = 0.5  # correlation of measured and predicted changes below which the derivatives are not to be trusted
-LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is repeated or discarded
+LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is discarded
 
 
 def standardize_scores(score_NT: F64) -> F64:
@@ -154,11 +153,11 @@ def replay_rows(
     targets: Sequence[Target],
     settings: MetagradientSettings,
     orders: int,
+    directory: Path,
     *,
     rate_K: F64 | None = None,
     predict_all_rows: Callable[[F64], F64] | None = None,
     retrainings: int = 0,
-    directory: Path | None = None,
     progress: Progress | None = None,
 ) -> ReplayedRows:
     """Train and differentiate in several orders, and score rows by what is smooth.
@@ -169,34 +168,27 @@ def replay_rows(
         targets: targets whose utilities are differentiated.
         settings: settings of the replays.
         orders: number of orders.
+        directory: stores finished replays; it must belong to this training, these targets and settings.
         rate_K: learning rate of each step. Default: a constant one.
         predict_all_rows: function that predicts the scores of all rows from drawn scores, instead of probe steps.
         retrainings: number of retrainings with changed weights of groups of rows, in the first smooth order, whose
             effect is compared with the predicted one; see `check_by_groups`.
-        directory: stores finished replays; it must belong to this training, these targets and settings.
         progress: optional callback that receives the rows processed.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
     all_smoothness, notes, n_rows = [], [], 0
     for k in range(orders):
-        for curvature in dict.fromkeys((settings.curvature, "gauss-newton")):
-            replay_settings = settings.model_copy(update={"curvature": curvature})
-            path = None if directory is None else directory / f"order-{k}-{curvature}.safetensors"
-            order_text = f"{k + 1} of {orders}"
-            if path is None or not path.exists():
-                replay = _replay_order(start(k), targets, replay_settings, order_text, progress or Progress(), path)
-            else:
-                replay = Metagradient.load(path)
-            n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
-            all_smoothness.append(smooth)
-            notes.append(f"order {order_text}" + f", {curvature}" * (curvature != settings.curvature) + f": {smooth}")
-            if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
-                if retrainings and not smooth_replays:
-                    notes.append(
-                        _check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path)
-                    )
-                smooth_replays.append((replay, smooth.first_step))
-                break
+        path, order_text = directory / f"order-{k}.safetensors", f"{k + 1} of {orders}"
+        if not path.exists():
+            _replay_order(start(k), targets, settings, order_text, progress or Progress(), path)
+        replay = Metagradient.load(path)
+        n_rows, smooth = replay.probe_MNT.shape[1], smoothness(replay, rate_K=rate_K)
+        all_smoothness.append(smooth)
+        notes.append(f"order {order_text}: {smooth}")
+        if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
+            if retrainings and not smooth_replays:
+                notes.append(_check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path))
+            smooth_replays.append((replay, smooth.first_step))
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
         return ReplayedRows(None, None, tuple(all_smoothness), (), tuple(notes))
@@ -225,11 +217,11 @@ def _check_by_retraining(
     replay: Metagradient,
     retrainings: int,
     progress: Progress,
-    replay_path: Path | None,
+    replay_path: Path,
 ) -> str:
     """Compare derivatives with retrainings, and return the comparison as a sentence, stored next to the replay."""
-    path = None if replay_path is None else replay_path.with_suffix(f".check-{retrainings}.txt")
-    if path is not None and path.exists():
+    path = replay_path.with_suffix(f".check-{retrainings}.txt")
+    if path.exists():
         return path.read_text(encoding="utf-8")
     n_rows = trajectory.rows.n_rows
     n_drawn = sum(map(len, trajectory.order))
@@ -244,8 +236,7 @@ def _check_by_retraining(
         progress=lambda _: progress.advance(n_drawn, 0),
     )
     line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
-    if path is not None:
-        write_atomically(path, line.encode())
+    write_atomically(path, line.encode())
     if trajectory.directory is not None:
         discard(trajectory.directory)
     return line
@@ -257,17 +248,15 @@ def _replay_order(
     settings: MetagradientSettings,
     order_text: str,
     progress: Progress,
-    path: Path | None,
-) -> Metagradient:
+    path: Path,
+) -> None:
     """Train and differentiate in one order, store the result at `path`, and remove the states."""
     n_rows = sum(len(index_B) for index_B in trajectory.order)
     progress.stage(f"training {order_text}", rows=n_rows, tokens=None)
     trajectory.train(lambda done: progress.advance(len(trajectory.order[done - 1]), 0))
     progress.stage(f"replay {order_text}", rows=n_rows, tokens=None)
     replay = metagradient(trajectory, targets, settings, lambda left: progress.advance(len(trajectory.order[left]), 0))
-    if path is not None:
-        with atomic_path(path) as temporary:
-            replay.save(temporary)
+    with atomic_path(path) as temporary:
+        replay.save(temporary)
     if trajectory.directory is not None:
         discard(trajectory.directory)
-    return replay

@@ -22,7 +22,7 @@ from grasp.models.causal_lm import ReferenceModel, batches, pad_rows
 from grasp.models.gradient_sums import BlockParameters, InnerProducts, run_over
 from grasp.models.gradients import Example, PerExample, layers_of
 from grasp.training.adamw import AdamWTraining
-from grasp.training.hessian_products import central_steps
+from grasp.training.hessian_products import displaced_weights
 
 Method = Literal["difference", "gradient"]
 FORWARD_COST = 1 / 3  # cost of a forward pass, in gradients
@@ -67,9 +67,9 @@ def row_derivatives(
         padded_batches.append((index_B, *padded_labels([row.input_ids for row in batch], loss_masks)))
     value_NT = np.zeros((len(rows), len(directions)))
     for t, direction in enumerate(directions):
-        for step in central_steps(training, direction, relative_step):
+        for step in displaced_weights(training, direction, (relative_step, -relative_step)):
             for index_B, ids_BL, weight_BL in padded_batches:
-                value_NT[index_B, t] += training.row_losses(ids_BL, weight_BL) / step
+                value_NT[index_B, t] += training.row_losses(ids_BL, weight_BL) / (2.0 * step)
     return value_NT
 
 

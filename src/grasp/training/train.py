@@ -82,8 +82,7 @@ def train(
         device: device to train on.
         progress: callback that receives the number of finished steps after each step.
     Raises:
-        ModelError: there are fewer rows than in a batch; a row is too long or has a token outside the vocabulary; a
-            loss is not finite; or `out` has a run with other arguments.
+        ModelError: there are fewer rows than in a batch; a loss is not finite; or `out` has a run with other arguments.
     """
     frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
     outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]

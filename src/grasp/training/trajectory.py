@@ -24,6 +24,7 @@ from torch import Tensor
 from grasp.arrays import F64, I64
 from grasp.corpus.row_store import RowStore
 from grasp.errors import ModelError
+from grasp.models.causal_lm import weights_fingerprint
 from grasp.store.directory import Schema, Store
 from grasp.store.records import Mark
 from grasp.training.adamw import STATE, AdamWTraining
@@ -152,7 +153,7 @@ class Trajectory:
         self.order = [np.asarray(index_B, dtype=np.int64) for index_B in order]
         self.weight_N = np.ones(rows.n_rows) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
         steps = len(self.order)
-        assert steps == training.recipe.steps
+        assert steps <= training.recipe.steps
         assert self.weight_N.shape == (rows.n_rows,)
         assert not training.step
         assert not training.bfloat16, "its rounding error exceeds the finite differences"
@@ -174,16 +175,13 @@ class Trajectory:
 
     def _identity(self) -> dict[str, Any]:
         """Return what determines the training run, as JSON data."""
-        weights = hashlib.blake2b(digest_size=16)
-        for parameter in self.training.parameters:
-            weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         order = hashlib.blake2b(self.weight_N.tobytes(), digest_size=16)
         for index_B in self.order:
             order.update(index_B.tobytes())
             order.update(b"|")
         return {
             "recipe": self.training.recipe.model_dump(mode="json"),
-            "weights": weights.hexdigest(),
+            "weights": weights_fingerprint(self.training.model, b""),
             "rows": self.rows.fingerprint,
             "order": order.hexdigest(),
         }

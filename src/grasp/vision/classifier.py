@@ -139,35 +139,31 @@ class ImageClassifier:
             raise ModelError("images: a stored image can no longer be decoded; rebuild the artifact")
         return self._preprocess(images)
 
-    def passes(self, rows: ImageRows, n_specs: int, top_k: int) -> Iterator[Pass]:
+    def passes(self, rows: ImageRows, top_k: int) -> Iterator[Pass]:
         """Yield batches of images: their indices in `rows`, (B,), and their features; see `features`."""
         for start in range(0, len(rows), self.batch_images):
             index = np.arange(start, min(start + self.batch_images, len(rows)))
             pixels_BCHW = self.pixels([rows.encoded[i] for i in index])
-            yield index, self.features(pixels_BCHW, torch.from_numpy(rows.class_N[index]), n_specs, top_k)
+            yield index, self.features(pixels_BCHW, torch.from_numpy(rows.class_N[index]), top_k)
 
     @torch.inference_mode()
-    def features(self, pixels_BCHW: Tensor, class_B: Tensor, n_specs: int, top_k: int) -> BatchFeatures:
+    def features(self, pixels_BCHW: Tensor, class_B: Tensor, top_k: int) -> BatchFeatures:
         """Compute the features of a batch of images, each of which is one position.
 
         Args:
             pixels_BCHW: preprocessed images, (B, C, height, width).
             class_B: label of each image.
-            n_specs: number of position masks to return. For texts there is a mask for each specification of positions
-                (all, the last 32, ...) that the kernels use; an image has one position, so every mask is true.
             top_k: number of the largest probabilities that are kept in a residual.
         Source: eq:token-residual (a label of the paper, see docs/paper_map.md), with classes instead of tokens.
         """
         hidden_BH = self.hidden(pixels_BCHW)
         class_B = class_B.to(self.device)
-        every_position = torch.ones(len(hidden_BH), dtype=torch.bool, device=self.device)
         return BatchFeatures(
             hidden_PH=hidden_BH.float(),
             residual=head_residual(self.head, hidden_BH, class_B, top_k, self.vocab_size),
             row_P=torch.arange(len(hidden_BH), device=self.device),
             # An image has no input token. Only the `embedding` kernel, which is for language models, reads this field.
             input_P=torch.zeros_like(class_B),
-            position_masks=(every_position,) * n_specs,
         )
 
     @torch.inference_mode()

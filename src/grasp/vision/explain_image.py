@@ -93,7 +93,8 @@ def explain_images(
     predictor = additive_predictor(artifact, target, protocol=protocol, match=match, unit=unit)
     units = artifact.units.take(pa.array(predictor.units.columns_E))
     terms_by_row = [EffectTerms.from_artifact(artifact, predictor, int(i)) for i in index]
-    tables = [_table(units, terms.by_unit_E) for terms in terms_by_row]
+    by_unit = [sum(terms.weights[kernel] * part_E for kernel, part_E in terms.stored.items()) for terms in terms_by_row]
+    tables = [_table(units, np.asarray(contribution_E)) for contribution_E in by_unit]
     nearest = dict.fromkeys(name for table in tables for name in table["unit_id"].to_pylist()[:MAX_NEAREST])
     trusted, picture_notes = _trusted_pictures(artifact, target, units, list(nearest))
     row_images = row_pictures(artifact, index, PICTURE_PIXELS)

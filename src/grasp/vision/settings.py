@@ -79,6 +79,6 @@ class FitSettings(Settings):
 
 def classifier_of(model: ModelSettings) -> ClassifierSettings:
     """Return the settings of the classifier, which those of a model have."""
-    settings = model.reader_settings
+    settings = (model.model_extra or {})[str(model.reader)]
     assert isinstance(settings, ClassifierSettings)
     return settings
