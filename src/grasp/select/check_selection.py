@@ -86,7 +86,7 @@ def check_selection(
     )
 
 
-def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int | float]]:
+def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int | float | None]]:
     """Yield the results of each set for one target."""
     utilities = runs.utilities(target)
     value_BSQ = utilities.values_BSE[[utilities.subset_ids.index(name) for name in SETS]]
@@ -98,5 +98,8 @@ def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int |
         parts = np.array([gain_Q.var(ddof=1) / n_questions, 2 * seed_variance / n_seeds])
         freedom = np.array([n_questions - 1, max(n_sets * (n_seeds - 1), 1)])
         total = parts.sum()
-        half = student.ppf((1 + LEVEL) / 2, total**2 / (parts**2 / freedom).sum()) * np.sqrt(total) if b != 1 else 0.0
+        if name == "random":
+            yield line | dict.fromkeys(("gain", "gain_low", "gain_high"))
+            continue
+        half = student.ppf((1 + LEVEL) / 2, total**2 / (parts**2 / freedom).sum()) * np.sqrt(total)
         yield line | {"gain": gain_Q.mean(), "gain_low": gain_Q.mean() - half, "gain_high": gain_Q.mean() + half}
