@@ -142,8 +142,8 @@ def test_predictions_with_runs_have_one_value_in_all_interfaces(tmp_path):
         shown = None if target is None else as_names(target)
         findings = collect_findings(artifact, resolve_protocol(None, artifact), target=shown, runs=runs)
         g, t = findings.labels[0].slices.names.index("games"), list(findings.targets).index("sciq")
-        dropped = findings.labels[0].dropped
-        answers[f"{target} page"] = [array[g, t] for array in (dropped.value_GT, dropped.low_GT, dropped.high_GT)]
+        part = findings.labels[0].contribution  # with the opposite sign
+        answers[f"{target} page"] = [-array[g, t] for array in (part.value_GT, part.high_GT, part.low_GT)]
     served = QueryService(artifact, runs=runs)
     answer, status = respond(served, "predict", {"drop": "topic = 'games'", "target": "sciq"})
     assert status == 200, answer

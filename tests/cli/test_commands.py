@@ -170,11 +170,16 @@ def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_p
 # score
 
 
-def test_score_prints_the_rows_of_a_sort_by_effect(art):
+def test_score_prints_one_row_of_each_document_by_effect(art):
     effect_N = effects(art)
     rows = pq.read_table(art / "rows.parquet").to_pylist()
-    printed = table(succeed("score", art, "--target", "facts", "--top", 5, "--bottom", 3).out, "the 5 most helpful")
-    order = np.concatenate([np.argsort(-effect_N)[:5], np.argsort(effect_N)[:3]])
+    printed = table(succeed("score", art, "--target", "facts", "--top", 5, "--bottom", 1).out, "the 5 most helpful")
+    order = []
+    for sign, count in ((-1, 5), (1, 1)):
+        of_document = {}
+        for i in np.argsort(sign * effect_N):
+            of_document.setdefault(rows[i]["doc_id"], i)
+        order += list(of_document.values())[:count]
     assert [line["row_id"] for line in printed] == [rows[i]["row_id"] for i in order]
     assert [line["topic"] for line in printed] == [rows[i]["topic"] for i in order]
     np.testing.assert_allclose([float(line["effect"]) for line in printed], effect_N[order], atol=6e-4)

@@ -97,6 +97,9 @@ def test_a_list_of_rows_is_refused(tmp_path):
     pq.write_table(pa.table({"row_id": ["a"], "doc_id": ["a"]}), tmp_path / "kept.parquet")
     with pytest.raises(CorpusError, match=r"kept\.parquet: got the columns row_id, doc_id, expected `name`.*--ids-out"):
         SelectedDocuments(str(tmp_path / "kept.parquet")).filter(Document(text="", id="a"))
+    (tmp_path / "kept.json").write_text("{}")
+    with pytest.raises(CorpusError, match=r"kept\.json: expected a list of grasp select --ids-out"):
+        SelectedDocuments(str(tmp_path / "kept.json")).filter(Document(text="", id="a"))
 
 
 def test_documents_are_scored_and_those_below_a_score_are_dropped(tmp_path):

@@ -48,9 +48,9 @@ def of_label(label: LabelFindings) -> dict[str, Any]:
     return {
         "values": list(label.slices.names),
         "rows": label.slices.rows_G.tolist(),
-        "change_if_dropped": label.dropped.value_GT.T.tolist(),
-        "interval_low": label.by_relevance.low_GT.T.tolist(),
-        "interval_high": label.by_relevance.high_GT.T.tolist(),
+        "change_if_dropped": (-label.contribution.value_GT).T.tolist(),
+        "interval_low": (-label.by_relevance.high_GT).T.tolist(),
+        "interval_high": (-label.by_relevance.low_GT).T.tolist(),
     }
 
 
@@ -97,7 +97,6 @@ def of_artifact(art: grasp.Artifact, directory: Path) -> dict[str, Any]:
         "mix": {"value": mixture.value, **columns(mixture.table, "value")},
         "report": {
             "labels": {label.slices.label: of_label(label) for label in report.labels},
-            "gain_of_best_rows": [gain.value for gain in report.top_gains],
             "row_effects": report.rows.effect_KT.T.tolist(),
         },
     }

@@ -6,6 +6,7 @@ import re
 import shutil
 import unicodedata
 from contextlib import redirect_stdout
+from math import nan
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids
 from grasp.errors import ArtifactError, ModelError, ProtocolError, SettingsError
 from grasp.inspect.explain import Explainer, _PreparedUnits, explain
-from grasp.inspect.explanation import Explanation, join_words
+from grasp.inspect.explanation import Explanation, dominant_word_notes, join_words
 from grasp.kernels.whitening import Whitener, second_moments
 from grasp.models.causal_lm import pad_rows
 from grasp.models.forward_pass import extract
@@ -375,3 +376,11 @@ def test_stored_units_do_not_pass_the_model_again(art, explainer, monkeypatch):
     # coordinates of gradients are rounded to bfloat16 once more: 2^-9 each, of independent sign
     scale = np.nanmax(np.abs(passed.contributions))
     np.testing.assert_allclose(stored.contributions, passed.contributions, atol=2**-8 * scale)
+
+
+def test_a_word_that_carries_most_of_the_effect_is_named():
+    words, contributions = [" cell", " the", " Cell", " wall", " of"], [0.5, -0.3, 0.4, 0.6, nan]
+    assert dominant_word_notes(words, contributions) == [
+        "the word 'cell' alone has 60% of the positive contributions of words"
+    ]
+    assert dominant_word_notes(words, [0.3, 0.1, 0.2, 0.6, 0.1]) == []

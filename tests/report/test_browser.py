@@ -226,9 +226,9 @@ def test_slices_are_sorted_searched_and_filtered(view):
     rows = panel.locator("tbody").first.locator("tr:visible")
     assert rows.count() == len(HOSTILE)
     panel.locator("th[data-t='1'] .sort").click()
-    assert panel.locator("th[data-t='1']").get_attribute("aria-sort") == "ascending"
+    assert panel.locator("th[data-t='1']").get_attribute("aria-sort") == "descending"
     values = [float(node.get_attribute("data-v")) for node in panel.locator("tbody td[data-t='1']").all()]
-    assert values == sorted(values)
+    assert values == sorted(values, reverse=True)
     view.locator("#slices-find").fill("javascript")
     assert rows.count() == 1
     view.locator("#slices-find").fill("")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grasp.artifact.label_table import LabelTable
+from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import SubsetError
 from grasp.models.build_source import BuildSource
@@ -137,6 +138,7 @@ def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> 
         source.require_corpus_here("--corpus")
     _ = source.tokenizer  # raises if it is missing or has changed
     model, built = source.settings.model, source.settings.model_dump(mode="json", include={"corpus", "targets"})
+    built["targets"]["names"] += files.manifest.details.get(ADDED_TARGETS, [])
     if data.get("train") == "further":
         return built | {
             "model": source.start_settings.model_dump(mode="json", include={"path", "tokenizer", "adapter"})

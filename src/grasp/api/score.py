@@ -5,6 +5,7 @@ rows: above 0, it helps more than the average row. The order is that of `select`
 Shape letters: N rows.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grasp.arrays import Bool, Floats
+from grasp.arrays import I64, Bool, Floats
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -23,6 +24,7 @@ from grasp.artifact.rows import (
     only_target,
     ranked,
     ranked_table,
+    row_documents,
     row_lengths,
     write_ranked,
 )
@@ -38,6 +40,10 @@ from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
 
 MAX_ROWS_PRINTED = 100
+COMPARED = 1_000  # rows that are compared with each other
+SEQUENCE = 3  # words of a sequence; near-copies share
+COPY_SHARE = 0.8  # of the sequences at the beginning of their text, and
+COPY_DIFFERENCE = 0.5  # differ in their value by at most as many standard deviations
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,7 +99,7 @@ def score(
 
     The effect of a row is its relevance under the protocol: above 0, it helps more than the average row of the corpus.
     The most helpful and the most harmful rows are ranked separately, so a row is listed twice if more rows are
-    requested than there are.
+    requested than there are. `top` and `bottom` count one row of each document, and near-copies once.
 
     Args:
         target: target name. Default: the only target.
@@ -139,8 +145,11 @@ def score(
         description = f"{scale}; {predictor.protocol_text}"
     n_ranked = len(values_N) if among_N is None else int(among_N.sum())
     n_best = (0 if bottom else n_ranked) if top is None else top
-    best = ranked(values_N, among_N=among_N, count=n_best)
-    worst = ranked(-values_N, among_N=among_N, count=bottom)
+    best, worst = ranked(values_N, among_N=among_N, count=n_best), np.empty(0, np.int64)
+    if top is not None or bottom:
+        best, worst = (
+            distinct_rows(artifact, sign * values_N, count, among_N) for sign, count in ((1, n_best), (-1, bottom))
+        )
     ranking = np.concatenate([best, worst])
     if out is not None:
         write_ranked(artifact, values_N, ranking, Path(out), by)
@@ -150,6 +159,8 @@ def score(
     else:
         requested = "all"
     notes = [f"{by}: {description}"]
+    if not np.array_equal(best, ranked(values_N, among_N=among_N, count=n_best)):
+        notes.append("one row of each document, and near-copies once; --out without --top writes all rows")
     n_printed, labels = min(MAX_ROWS_PRINTED, len(ranking)), artifact.manifest.details.get("labels", [])
     if n_short := count_short_rows(artifact, ranking[:n_printed]):
         these = "these" if n_printed == len(ranking) else f"the first {n_printed:,}"
@@ -167,6 +178,31 @@ def score(
         printed_columns=(by, "row_id", *[label for label in labels if label != by][:2], "snippet"),
         lines=len(ranking),
     )
+
+
+def distinct_rows(artifact: ArtifactReader, values_N: Floats, count: int, among_N: Bool | None = None) -> I64:
+    """Return the `count` rows with the highest values, at most one of each document and of near-copies.
+
+    Near-copies share most of the beginning of their text and have nearly the same value. They are only searched among
+    the first COMPARED rows.
+    """
+    order, largest_gap = ranked(values_N, among_N=among_N), COPY_DIFFERENCE * values_N.std()
+    _, first = np.unique(row_documents(artifact)[order], return_index=True)
+    order = order[np.sort(first)]
+    n_compared = 0 if artifact.reader is not None else min(3 * count + 20, COMPARED)
+    snippets = artifact.rows(order[:n_compared])["snippet"].to_pylist()
+    owner_of = dict[tuple[str, ...], int]()  # first row that contains these words in sequence
+    is_copy = np.zeros(len(order), np.bool_)
+    for i, snippet in enumerate(snippets):
+        words = (snippet or "").lower().split()
+        sequences = {tuple(words[k : k + SEQUENCE]) for k in range(max(1, len(words) - SEQUENCE + 1))} - {()}
+        owners = Counter(owner_of[sequence] for sequence in sequences if sequence in owner_of)
+        is_copy[i] = any(
+            n_shared >= COPY_SHARE * len(sequences) and values_N[order[j]] - values_N[order[i]] <= largest_gap
+            for j, n_shared in owners.most_common(1)
+        )
+        owner_of |= dict.fromkeys(sequences - owner_of.keys(), i)
+    return np.asarray(order[~is_copy][:count])
 
 
 def _published_method(

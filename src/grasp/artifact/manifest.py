@@ -53,6 +53,7 @@ SHARD_ROWS = "shards/{:05d}.parquet"
 SHARD_FEATURES = "features/shard-{:05d}.safetensors"
 ROW_COLUMNS = ("row_id", "doc_id", "n_tokens", "loss", "snippet")  # columns of the row table before the labels
 LOSS_TOKENS = "n_loss"  # a further column if not every token of a row carries loss
+ADDED_TARGETS = "added_targets"  # of `details`: names of targets that were added to a finished artifact
 PER_UNIT = "relevance_"  # arrays whose columns are units, in the order of units.parquet, or targets: `ArrayEntry`
 
 ArrayDtype = Literal["float16", "float32"]

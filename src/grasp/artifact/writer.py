@@ -5,6 +5,7 @@ own (see `artifact/manifest.py`). Existing files are not rewritten, so the artif
 stays readable until the manifest is replaced. Start with `ArtifactWriter.open` and `ArtifactWriter.extend`.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from grasp.artifact.manifest import (
     PROVENANCE,
     ROW_COLUMNS,
     ROWS,
+    RUN,
     SCALE,
     SHARD_ROWS,
     SIGNED_MANIFEST,
@@ -44,7 +46,7 @@ from grasp.artifact.manifest import (
     of_part,
 )
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import ArtifactError
+from grasp.errors import ArtifactError, GraspError
 from grasp.files import (
     FileEntry,
     atomic_path,
@@ -68,13 +70,21 @@ _GROUP_ROWS = 65_536  # rows of a Parquet row group: fast to scan, small in memo
 def lock_artifact(path: Path) -> Iterator[None]:
     """Claim the directory `path` for an artifact, and lock it against other writers.
 
+    After an error before anything was written, nothing remains.
+
     Raises:
         ArtifactError: another writer, in this or another process, holds the lock.
         SettingsError: the directory has other files, which are not touched.
     """
+    is_new = not path.exists()
     claim_directory(path, MARKER, _is_artifact)
     with locked(path / MARKER):
-        yield
+        try:
+            yield
+        except GraspError:
+            if is_new and {entry.name for entry in path.iterdir()} <= {MARKER, RUN}:
+                shutil.rmtree(path)
+            raise
 
 
 def _is_artifact(path: Path) -> bool:

@@ -25,7 +25,11 @@ GROUPS = {
     "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix"),
-    "Evaluate predictions": ("retrain", "runs", "evaluate", "methods"),
+    "Evaluate predictions": ("check-selection", "retrain", "runs", "evaluate", "methods"),
+}
+OPTIONS_AS_COMMANDS = {  # what is looked for as a command
+    "add-target": "grasp build --add-target NAMES --out ART",
+    "export": "grasp select ART --budget 20% --export DIR",
 }
 OTHER_COMMANDS = "Other commands"  # group of commands of other packages that name none
 QUIET, NOTES = "--quiet", "--notes"  # options of all commands
@@ -42,7 +46,13 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
     return [(re.sub(r" <.*>$", "", record[0]), record[1]) for record in records if record is not None]
 
 
-RESUMABLE = ("demo", "build", "apply", "retrain")  # commands that continue from the finished parts of their output
+RESUMABLE = (
+    "demo",
+    "build",
+    "apply",
+    "retrain",
+    "check-selection",
+)  # commands that continue from the finished parts of their output
 
 
 class Command(TyperCommand):
@@ -92,6 +102,12 @@ class Command(TyperCommand):
 
 class CommandGroups(TyperGroup):
     """The list of commands, grouped by task."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; name the option that does what a missing command is expected to do."""
+        if args[0] in OPTIONS_AS_COMMANDS:
+            ctx.fail(f"No such command {args[0]!r}. Use: {OPTIONS_AS_COMMANDS[args[0]]}")
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands of every group, then the options."""

@@ -100,6 +100,19 @@ def retrain(
 
 
 @command(
+    "grasp check-selection art --selection kept.json --out check",
+    name="check-selection",
+    verb="grasp.select.check_selection",
+)
+def check_selection(art: Art, **params: Any) -> None:
+    from grasp.select.check_selection import check_selection as check
+
+    with Watch() as watch:
+        result = check(grasp.open(art).files, **params, progress=watch.runs)
+    print_result(result)
+
+
+@command(
     "grasp evaluate art --runs env --protocol protocol.yaml --csv result.csv",
     "grasp evaluate art --runs test --oracle ridge",
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",

@@ -85,6 +85,8 @@ class SelectedDocuments(BaseFilter):  # type: ignore[misc]
 
 def _names_in(path: str, content: bytes) -> list[str]:
     """Return the identifiers in a file that `grasp select --ids-out` wrote."""
+    if path.endswith((".json", ".jsonl", ".yaml")):
+        raise CorpusError(f"{path}: expected a list of grasp select --ids-out: .csv, .parquet, or one id per line")
     if not path.endswith((".csv", ".parquet")):
         return [line.rstrip("\n") for line in io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig")]
     if path.endswith(".parquet"):

@@ -35,7 +35,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.corpus.row_store import TokenRows
 from grasp.errors import ProtocolError
-from grasp.inspect.explanation import EffectTerms, Explanation, join_words
+from grasp.inspect.explanation import EffectTerms, Explanation, by_word, dominant_word_notes, join_words
 from grasp.inspect.rescoring import reopen_source
 from grasp.kernel_table import REPLAY
 from grasp.kernels.gradient import Gradient
@@ -307,6 +307,8 @@ class _PreparedUnits:
             questions = questions.append_column("contribution", pa.array(sums.by_column_C))
             questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
             notes += _dominant_question_notes(questions)
+        words, contributions, _ = by_word(table["text"].to_pylist(), table["contribution"].to_numpy())
+        notes += dominant_word_notes(words, contributions)
         if REPLAY in terms.weights:
             recomputed[REPLAY] = stored[REPLAY] = sums.replay
         return Explanation(

@@ -8,9 +8,11 @@ Shape letters: L tokens, W words, E units.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import isnan
 from typing import Any, Self
 
 import numpy as np
@@ -191,6 +193,19 @@ def by_word(tokens: Sequence[str], contribution_L: F64) -> tuple[list[str], list
     contribution_W = np.add.reduceat(np.nan_to_num(contribution_L), starts)
     share_W = contribution_W / (np.abs(contribution_W).max(initial=0.0) or 1.0)
     return words, np.where(has_loss_W, contribution_W, np.nan).tolist(), share_W.tolist()
+
+
+def dominant_word_notes(words: Sequence[str], contributions: Sequence[float | None]) -> list[str]:
+    """Return a note if one word has more than half of all positive contributions, all of its occurrences together."""
+    total_by_word: dict[str, float] = defaultdict(float)
+    for word, contribution in zip(words, contributions, strict=True):
+        if contribution is not None and not isnan(contribution):
+            total_by_word[word.strip().casefold()] += contribution
+    word, largest = max(total_by_word.items(), key=lambda item: item[1], default=("", 0.0))
+    total = sum(contribution for contribution in total_by_word.values() if contribution > 0)
+    if len(total_by_word) <= 2 or not word or largest <= total / 2:
+        return []
+    return [f"the word {word!r} alone has {largest / total:.0%} of the positive contributions of words"]
 
 
 def shaded_html(shades: Sequence[tuple[str, float]]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.errors import SettingsError
@@ -91,5 +92,7 @@ def add_targets(
         added = "targets+" + "+".join(inputs.unit_set.targets)
         fingerprint = inputs.identity["fingerprints"]["targets"]
         moments = unit_arrays(inputs, kernels, progress)
-        extension.finish(manifest={"fingerprints": {added: fingerprint}}, moments=moments)
+        names = [*artifact.manifest.details.get(ADDED_TARGETS, ()), *targets.names]
+        manifest = {"fingerprints": {added: fingerprint}, "details": {ADDED_TARGETS: names}}
+        extension.finish(manifest=manifest, moments=moments)
         return "kept features" if from_features else "pass"

@@ -5,7 +5,7 @@ Start with `report`.
 
 import shlex
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from grasp.report.page import render
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.table import RunTable
 from grasp.runs.training_runs import TrainingRuns
+from grasp.select.objective import format_targets, weighted_targets
 from grasp.text import parse_names
 
 DEFAULT_EXPLAINED = 8  # most helpful rows per target whose words are shaded by their contribution, given the model
@@ -46,7 +47,7 @@ def report(
     out: Path | str,
     *,
     by: str | Sequence[str] | None = None,
-    target: str | Sequence[str] | None = None,
+    target: str | Sequence[str] | Mapping[str, float] | None = None,
     runs: TrainingRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
@@ -63,9 +64,9 @@ def report(
     Args:
         out: HTML file to write; opens without a network connection.
         by: labels to slice by, separated by commas. Default: all labels with 2 to 100 values.
-        target: targets, separated by commas. Default: all.
+        target: targets, or several with weights, e.g. sciq=2,openbookqa=1. Default: all.
         runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
-        selection: JSON summary written by `grasp select` next to its --out.
+        selection: JSON summary written by `grasp select` next to its --out. Default: the best 30 % of the rows.
         mixture: JSON summary written by `grasp mix` next to its --out.
         protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
@@ -82,11 +83,10 @@ def report(
         RunsError: the runs do not belong to the artifact.
         SubsetError: unknown label, or a label with a single value.
     """
-    targets = None if target is None else parse_names(target, artifact.targets)
     by = parse_names(by or (), artifact.manifest.details.get("labels", ()))
-    for name, values in (("target", targets or ()), ("by", by)):
-        if repeated := sorted({value for value in values if list(values).count(value) > 1}):
-            raise SettingsError(f"{name}: got {', '.join(repeated)} more than once; name each once")
+    if repeated := sorted({label for label in by if by.count(label) > 1}):
+        raise SettingsError(f"by: got {', '.join(repeated)} more than once; name each once")
+    targets = None if target is None else weighted_targets(target, artifact.targets)
     out = Path(out)
     bound_runs = None if runs is None else bind_runs(artifact, runs)
     files = {"selection": selection, "mixture": mixture}
@@ -97,7 +97,7 @@ def report(
     check_outputs({"out": out}, artifact.protected_paths | reads | {"protocol reads": protocol_path})
     flags = {
         "--by": ",".join(by) or None,
-        "--target": None if targets is None else ",".join(targets),
+        "--target": None if targets is None else format_targets(targets),
         "--runs": None if bound_runs is None else bound_runs.path,
         "--protocol": protocol_path,
         "--selection": paths["selection"],

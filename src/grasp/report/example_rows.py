@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from grasp.api.score import distinct_rows
 from grasp.arrays import F32, F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import ranked
@@ -22,7 +23,7 @@ from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices
-from grasp.predict.weights import sort_by_slice
+from grasp.predict.weights import mask_of, sort_by_slice
 from grasp.progress import Progress
 from grasp.text import MAX_CELL_CHARS, plain, printable, visible
 
@@ -64,12 +65,14 @@ class ExampleRows:
     index: I64  # (K,) row indices in the artifact
     effect_KT: F32
     rank_KT: I64  # 1 is the most helpful row; 0: too short to be ranked
+    distinct_KT: Bool  # False: another row of the document, or a near-copy, has a larger effect
     questions: tuple[Question, ...]
     n_ranked: int  # rows of the corpus that are long enough to be ranked
 
     def most_helpful_first(self, t: int) -> list[int]:
-        """Return the example rows that are ranked for target `t`, ordered by rank."""
-        return [k for k in np.argsort(self.rank_KT[:, t], kind="stable").tolist() if self.rank_KT[k, t]]
+        """Return the distinct example rows that are ranked for target `t`, ordered by rank."""
+        is_shown_K = self.distinct_KT[:, t] & (self.rank_KT[:, t] > 0)
+        return [k for k in np.argsort(self.rank_KT[:, t], kind="stable").tolist() if is_shown_K[k]]
 
 
 def collect_example_rows(
@@ -89,7 +92,9 @@ def collect_example_rows(
     effect_NT, rows_L = predictor.effect_NT, np.flatnonzero(long_N)
     questions = _questions(artifact, predictor, rows_L)
     effect_TL, mean_L = np.ascontiguousarray(effect_NT[rows_L].T), effect_NT.mean(axis=1)[rows_L]
-    selected = [_ends(effect_L, rows_L, ROWS_PER_END, ROWS_PER_END) for effect_L in effect_TL]
+    selected = [
+        distinct_rows(artifact, sign * effect_N, ROWS_PER_END, long_N) for effect_N in effect_NT.T for sign in (1, -1)
+    ]
     selected += [question.rows for question in questions]
     for label in slices:
         selected.append(_top_of_each_slice(label, mean_L, rows_L, SLICE_TOP))
@@ -100,9 +105,11 @@ def collect_example_rows(
         for effect_L, effect_K in zip(effect_TL, effect_NT[index].T, strict=True)
     ]
     rank_KT = np.where(long_N[index, None], np.stack(ranks, axis=1), 0)
-    return ExampleRows(
-        tuple(artifact.rows(index).to_pylist()), index, effect_NT[index], rank_KT, questions, len(rows_L)
-    )
+    is_example_N = mask_of(index, len(effect_NT))
+    distinct = [distinct_rows(artifact, np.abs(effect_N), len(index), is_example_N) for effect_N in effect_NT.T]
+    distinct_KT = np.stack([np.isin(index, row_index) for row_index in distinct], axis=1)
+    rows = tuple(artifact.rows(index).to_pylist())
+    return ExampleRows(rows, index, effect_NT[index], rank_KT, distinct_KT, questions, len(rows_L))
 
 
 def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> tuple[Question, ...]:

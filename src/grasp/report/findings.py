@@ -1,20 +1,28 @@
 """Collect the contents of a report as numbers and texts.
 
 `collect_findings` returns `Findings`: the provenance of the artifact, effects of slices and rows, agreement with
-retraining, and the selection, mixture and suspicious rows that other commands found. A part that is not available is
-replaced by a `Missing`, with the reason and the remedy. Corpus text is unescaped here: code that displays it must treat
-it as data.
+retraining, a selection, and the mixture that another command found. A part that is not available is replaced by a
+`Missing`, with the reason and the remedy. Corpus text is unescaped here: code that displays it must treat it as data.
 
 A slice is the set of rows with one value of a label. The effect of a row on a target is the predicted change of its
 utility from training on the row, in effect sizes: standard deviations over the rows. Runs are models that were
 retrained on subsets. With runs of every target, changes are in the unit of the runs instead, e.g. nats per token.
 
+The page leads with the label that has most evidence: with the mean effect m_g of the rows of slice g, its share p_g of
+the rows, and the ratio z_g of the change if it is dropped to its standard error, which random groups of the same size
+have as well,
+
+    evidence = sum_g p_g m_g^2 (1 - 1 / z_g^2)
+
+is the variance of the effects between slices beyond that of random groups, averaged over the targets by their weights.
+It counts only if a slice is significant among all slices and targets that are compared.
+
 Shape letters: N rows, G slices, T targets, B subsets.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +30,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grasp.api.evaluate import Agreement, agreement
-from grasp.arrays import F64
+from grasp.arrays import F64, ratio
 from grasp.artifact.inspection import info
+from grasp.artifact.label_table import Label
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
     MIN_RELIABLE_TOKENS,
-    checked_targets,
     label_column,
     leak_notes,
-    ranked,
+    leaked_rows,
     row_lengths,
     row_tokens,
     suggest_labels,
 )
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.predict.predictor import EFFECT_SIZE, SIMILARITY_SKETCHES, Predictor
+from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol
-from grasp.predict.slice_intervals import dropped_errors
-from grasp.predict.slices import (
-    LabelSlices,
-    label_slices,
-    slice_effects,
-)
-from grasp.predict.weights import WeightedRows, in_blocks
+from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
+from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
 from grasp.report.example_rows import (
     ExampleRows,
@@ -55,11 +58,15 @@ from grasp.report.example_rows import (
 )
 from grasp.runs.calibration import COVERAGE, LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
 from grasp.runs.training_runs import TrainingRuns
+from grasp.select.objective import weighted_targets
+from grasp.select.select import select
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.text import MAX_CELL_CHARS, unique_names
 from grasp.yaml_files import read_yaml, yaml_text
 
-TOP_SHARE = 0.3  # share of the rows whose predicted gain is reported if no selection is given
+DEFAULT_BUDGET = "30%"  # of the selection, if none is given
+# An address, a path of a file, or an id of hexadecimal digits: values that name a place and not a kind of text.
+PLACE = re.compile(r".*://.*|[^ ]*/[^ ]*\.\w{1,9}|(\w+[:_-])?(?=\D*\d)[0-9a-fA-F-]{12,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +91,20 @@ NO_RUNS = Missing(
     "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
 )
 NO_INTERVALS = "No intervals in the unit of the runs"
-NO_SELECTION = Missing(
-    "No selection.", "Select rows with grasp select and pass the .json file next to its --out with --selection."
-)
 NO_MIXTURE = Missing(
     "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The predicted change of every target with its confidence interval, (G, T) each; nan if there is none.
+class Contribution:
+    """What the slices contribute to every target, with confidence intervals, (G, T) each; nan if there is none.
 
     Attributes:
-        value_GT: changes.
-        low_GT, high_GT: bounds of the interval of each change alone.
-        bound_GT: magnitude above which a change is significant: half the width of the interval if the probability of an
-            error is divided by the number of slices (Bonferroni), so that it holds for all slices together.
+        value_GT: contributions: the change if the slice is dropped, with the opposite sign. Above 0: the slice helps.
+        low_GT, high_GT: bounds of the interval of each contribution alone.
+        bound_GT: magnitude above which a contribution is significant: half the width of the interval if the probability
+            of an error is divided by the number of slices (Bonferroni), so that it holds for all slices together.
     """
 
     value_GT: F64
@@ -110,7 +114,7 @@ class Change:
 
     @property
     def sign_GT(self) -> NDArray[np.int8]:  # noqa: N802 - a shape suffix
-        """Return 1 for a significant gain, -1 for a significant loss, and 0 otherwise."""
+        """Return 1 for slices that significantly help, -1 for those that hurt, and 0 otherwise."""
         return (self.value_GT > self.bound_GT).astype(np.int8) - (self.value_GT < -self.bound_GT).astype(np.int8)
 
 
@@ -120,8 +124,9 @@ class LabelFindings:
 
     slices: LabelSlices
     names: list[str]  # display names of the slices
-    dropped: Change  # change if the slice is dropped, in `Findings.unit`; negative if the slice helps
-    by_relevance: Change  # the same in effect sizes, with intervals over questions and documents
+    evidence: float  # variance of effects between slices, beyond that of random groups; 0: no slice is significant
+    contribution: Contribution  # of each slice, in `Findings.unit`
+    by_relevance: Contribution  # the same in effect sizes, with intervals over questions and documents
     weights_model: F64 | Predictor  # what `payload` computes the change under any weights of the slices from
 
     def signs(self, targets: Sequence[int]) -> tuple[NDArray[np.int8], bool]:
@@ -130,22 +135,11 @@ class LabelFindings:
         Uses the runs if they find any significant slice. Dropping a single slice often changes a model by less than
         the noise of the runs; then relevance is used, with intervals over questions and documents.
         """
-        sign_GT = -self.dropped.sign_GT[:, targets]
+        sign_GT = self.contribution.sign_GT[:, targets]
         if sign_GT.any():
             return sign_GT, False
-        sign_GT = -self.by_relevance.sign_GT[:, targets]
+        sign_GT = self.by_relevance.sign_GT[:, targets]
         return sign_GT, bool(sign_GT.any())
-
-
-@dataclass(frozen=True, slots=True)
-class PredictedGain:
-    """Predicted gain of a target from training on a subset of the rows."""
-
-    value: float
-    unit: str
-    low: float = nan
-    high: float = nan
-    outside: str = ""  # how the subset extrapolates beyond the runs; empty if it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +156,7 @@ class Findings:
     n_rows: int
     n_tokens: int
     targets: tuple[str, ...]
+    weights_T: F64  # of the targets; they add up to 1
     units: Mapping[str, int]  # number of units per target
     facts: tuple[tuple[str, str], ...]  # provenance: name and value
     skipped: Mapping[str, int]  # number of skipped rows by reason
@@ -170,8 +165,6 @@ class Findings:
     effect_unit: str  # unit of predictions without runs
     scored_by: str  # one-line description of the scoring rule
     labels: tuple[LabelFindings, ...]
-    top_share: float  # share of rows in `top_gains`
-    top_gains: tuple[PredictedGain, ...]  # gain of each target from keeping only its most helpful rows
     rows: ExampleRows
     shades: Shades  # words of the example rows, shaded by their contribution
     figures: Figures  # units that the example rows affect most, if they have figures
@@ -181,14 +174,13 @@ class Findings:
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
     curve: LearningCurve | None
-    # results of other commands
-    selection: SelectionSummary | Missing
+    selection: SelectionSummary  # that of another command, or the best 30 % of the rows
     mixture: MixtureSummary | Missing
 
     @property
     def missing(self) -> tuple[Missing, ...]:
         """Return the parts that are not available."""
-        optional = (self.agreement, self.selection, self.mixture)
+        optional = (self.agreement, self.mixture)
         conditions = (
             (Missing(self.unshaded, ""), bool(self.unshaded)),
             (NO_LABELS, not self.labels),
@@ -202,7 +194,7 @@ def collect_findings(
     artifact: ArtifactReader,
     protocol: ScoringProtocol,
     *,
-    target: Sequence[str] | None = None,
+    target: str | Sequence[str] | Mapping[str, float] | None = None,
     by: Sequence[str] = (),
     runs: TrainingRuns | None = None,
     partial: bool = False,
@@ -220,11 +212,11 @@ def collect_findings(
     Args:
         artifact: artifact that the report describes.
         protocol: scoring rule of the predictions.
-        target: targets to show. Default: all.
-        by: labels to slice by. Default: all labels with a suitable number of values.
+        target: targets to show, with weights as those of `grasp select`. Default: all.
+        by: labels to slice by. Default: all labels with a suitable number of values that are no paths or ids.
         runs: retrained or imported runs of the artifact's corpus.
         partial: use the finished part of unfinished runs.
-        selection: JSON summary that `grasp select` writes.
+        selection: JSON summary that `grasp select` writes. Default: select 30 % of the rows.
         mixture: JSON summary that `grasp mix` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
         explain: number of most helpful rows per target whose words are shaded.
@@ -235,12 +227,11 @@ def collect_findings(
     """
     progress = progress or Progress()
     progress.stage("predictions", rows=None, tokens=None)
-    targets = checked_targets(artifact, target)
-    selection_summary = NO_SELECTION if selection is None else read_summary(SelectionSummary, selection, artifact)
+    weight_by_target = weighted_targets(artifact.targets if target is None else target, artifact.targets)
+    targets, weights_T = tuple(weight_by_target), np.array(list(weight_by_target.values()))
+    if selection is not None:
+        selection_summary = read_summary(SelectionSummary, selection, artifact)
     mixture_summary = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
-    # The page opens on the first label; by default that is the label of the mixture.
-    first = () if isinstance(mixture_summary, Missing) else (mixture_summary.label,)
-    names = tuple(by) or tuple(dict.fromkeys([*first, *suggest_labels(artifact)]))
 
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
@@ -248,7 +239,8 @@ def collect_findings(
     sketches = () if runs is None else SIMILARITY_SKETCHES
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
-    slices_by_label = [label_slices(label_column(artifact, name, "--by"), tokens_N) for name in names]
+    columns = [label_column(artifact, name, "--by") for name in by or suggest_labels(artifact)]
+    slices_by_label = [label_slices(column, tokens_N) for column in columns if by or not _names_places(column.values)]
     outcomes: OutcomePredictor | Missing = NO_RUNS  # predictions in the unit of the runs need finished development runs
     if runs is not None and partial and runs.pending():
         outcomes = Missing(f"{NO_INTERVALS}: they are unfinished.", "Finish them with grasp retrain.")
@@ -261,13 +253,28 @@ def collect_findings(
     if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets):
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
 
-    labels = [_label_findings(artifact, predictor, slices, complete_outcomes) for slices in slices_by_label]
+    n_compared = len(targets) * sum(len(slices.slices) for slices in slices_by_label)
+    labels = [
+        _label_findings(artifact, predictor, slices, complete_outcomes, weights_T, n_compared)
+        for slices in slices_by_label
+    ]
+    # the page opens on the label of the mixture, or on that with most evidence
+    opens_on = None if isinstance(mixture_summary, Missing) else mixture_summary.label
+    labels.sort(key=lambda label: (label.slices.label == opens_on, label.evidence), reverse=True)
+    if selection is None:
+        used_runs = None if complete_outcomes is None else runs
+        has_leaks = bool(leak_notes(artifact, targets))
+        drop_leaks = has_leaks and len(leaked_rows(artifact, targets)) < artifact.n_rows
+        best = select(
+            artifact, DEFAULT_BUDGET, weight_by_target, runs=used_runs, drop_leaks=drop_leaks, protocol=protocol
+        )
+        selection_summary = SelectionSummary.model_validate(best.summary() | {"corpus": ""})
     long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
-    rows = collect_example_rows(artifact, predictor, slices_by_label, long_N if long_N.any() else ~long_N)
+    label_slices_shown = [label.slices for label in labels]
+    rows = collect_example_rows(artifact, predictor, label_slices_shown, long_N if long_N.any() else ~long_N)
     shades, figures, unshaded = (
         explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
     )
-    n_top = max(1, round(TOP_SHARE * artifact.n_rows))
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
     return Findings(
@@ -283,6 +290,7 @@ def collect_findings(
         n_rows=artifact.n_rows,
         n_tokens=int(tokens_N.sum()),
         targets=targets,
+        weights_T=weights_T,
         units={target: artifact.manifest.targets[target] for target in targets},
         facts=_facts(artifact, targets, predictor),
         skipped=dict(artifact.manifest.skipped.get("rows", {}).get("counts", {})),
@@ -290,8 +298,6 @@ def collect_findings(
         effect_unit=predictor.unit,
         scored_by=f"{predictor.scale}; {predictor.protocol.description}",
         labels=tuple(labels),
-        top_share=n_top / artifact.n_rows,
-        top_gains=_top_rows_gain(predictor, targets, n_top, outcomes),
         rows=rows,
         shades=shades,
         figures=figures,
@@ -326,47 +332,41 @@ def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predicto
     )
 
 
-def _top_rows_gain(
-    predictor: Predictor, targets: Sequence[str], n_top: int, outcomes: OutcomePredictor | Missing
-) -> tuple[PredictedGain, ...]:
-    """Predict the gain of each target if only the `n_top` rows with the highest effects on it are kept.
-
-    The gains are in the unit of the runs for targets that have runs, and in that of the predictor otherwise.
-    """
-    n_rows = len(predictor.effect_NT)
-    subsets = (
-        WeightedRows(target, np.sort(ranked(effect_N, count=n_top)))
-        for target, effect_N in zip(targets, predictor.effect_NT.T, strict=True)
-    )
-    blocks = list(in_blocks(subsets, n_rows, len(targets)))
-    # Subset t is that of target t, so its gain is on the diagonal of the changes of every subset and target.
-    value_T = np.diag(np.concatenate([predictor.change(block.weights) for block in blocks])).copy()
-    effect_unit = "effect sizes" if predictor.unit == EFFECT_SIZE else predictor.unit
-    gains = [PredictedGain(float(value), effect_unit) for value in value_T]
-    if isinstance(outcomes, OutcomePredictor):
-        tables = [outcomes.predict(block.weights) for block in blocks]
-        bounds_3BT = np.concatenate([[table.change_BT, table.low_BT, table.high_BT] for table in tables], axis=1)
-        outside = [text for table in tables for text in table.outside]
-        for t, (value, low, high) in enumerate(np.diagonal(bounds_3BT, axis1=1, axis2=2).T.tolist()):
-            has_runs = isfinite(value)
-            unit = display_unit(outcomes.unit) if has_runs else effect_unit
-            gains[t] = PredictedGain(value if has_runs else gains[t].value, unit, low, high, outside[t])
-    return tuple(gains)
+def _names_places(values: Sequence[Label]) -> bool:
+    """Return whether most values of a label are addresses, paths of files or ids."""
+    return sum(PLACE.fullmatch(str(value)) is not None for value in values) * 2 > len(values)
 
 
 def _label_findings(
-    artifact: ArtifactReader, predictor: Predictor, slices: LabelSlices, outcomes: OutcomePredictor | None
+    artifact: ArtifactReader,
+    predictor: Predictor,
+    slices: LabelSlices,
+    outcomes: OutcomePredictor | None,
+    weights_T: F64,
+    n_compared: int,
 ) -> LabelFindings:
-    """Compute the findings of one label; changes are in the unit of the runs if `outcomes` is given."""
+    """Compute the findings of one label; contributions are in the unit of the runs if `outcomes` is given."""
     effects = slice_effects(predictor, slices)
     errors, n_slices = dropped_errors(artifact, predictor, effects, slices), len(slices.slices)
-    dropped = by_relevance = Change(effects.dropped_GT, *errors.interval, errors.half_widths(compared=n_slices))
+    low_GT, high_GT = errors.interval
+    by_relevance = Contribution(-effects.dropped_GT, -high_GT, -low_GT, errors.half_widths(compared=n_slices))
+    contribution = by_relevance
     if outcomes is not None:
         predicted = outcomes.predict(slices.weights(1.0 - np.eye(n_slices)))  # drop one slice at a time
         quantile, joint = outcomes.gaussian_process.quantile, 1.0 - (1.0 - COVERAGE) / n_slices
         bound_GT = (predicted.high_BT - predicted.change_BT) * quantile(joint) / quantile(COVERAGE)
-        dropped = Change(predicted.change_BT, predicted.low_BT, predicted.high_BT, bound_GT)
+        contribution = Contribution(-predicted.change_BT, -predicted.high_BT, -predicted.low_BT, bound_GT)
     # other changes are not a sum over slices
     weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)
-    return LabelFindings(slices, names, dropped, by_relevance, weights_model)
+    evidence = _evidence(effects, errors, slices, n_compared) @ weights_T
+    return LabelFindings(slices, names, float(evidence), contribution, by_relevance, weights_model)
+
+
+def _evidence(effects: SliceEffects, errors: ChangeErrors, slices: LabelSlices, n_compared: int) -> F64:
+    """Return the variance of the effects between slices beyond that of random groups, (T,); 0: none is significant."""
+    share_G = slices.rows_G / slices.rows_G.sum()
+    is_significant_T = (np.abs(errors.value_GT) > errors.half_widths(compared=n_compared)).any(axis=0)
+    noise_GT = ratio(errors.error_GT, errors.value_GT) ** 2  # 1 / z^2
+    variance_T = share_G @ np.nan_to_num(effects.effect_GT**2 * (1.0 - noise_GT))
+    return np.where(is_significant_T, np.maximum(variance_T, 0.0), 0.0)

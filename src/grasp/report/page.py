@@ -23,6 +23,7 @@ from grasp.report.findings import Findings, Missing
 from grasp.report.payload import payload
 from grasp.report.views import View
 from grasp.runs.calibration import COVERAGE
+from grasp.select.objective import format_targets
 from grasp.text import MAX_CELL_CHARS, ending, json_text, name, plain, printable, skipped_text, unique_names
 
 jinja2 = require("jinja2", extra="report", feature="a report")
@@ -83,14 +84,14 @@ def render(findings: Findings, live: str = "") -> str:
         targets=targets,
         target_options=[[str(t), target] for t, target in enumerate(targets)],
         label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
-        labels=[views.slices(label) for label in findings.labels],
-        headline=views.headline(findings, targets),
+        labels=[views.slices(label, findings.weights_T) for label in findings.labels],
+        decision=views.decision(findings, targets),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),
         warnings=[plain(note) for note in dict.fromkeys(warnings)],
         rows=_rows(findings, targets),
         fidelity=fidelity,
-        selection=None if isinstance(findings.selection, Missing) else views.selection(findings.selection),
+        selection=views.selection(findings.selection),
         mixture=None if isinstance(findings.mixture, Missing) else views.mixture(findings.mixture),
         skipped=skipped_text(findings.skipped),
         missing=[{"reason": plain(part.reason), "remedy": part.remedy} for part in findings.missing],
@@ -139,17 +140,9 @@ def _rows(findings: Findings, targets: Sequence[str]) -> View:
     ends = []
     for t, target in enumerate(targets):
         order = examples.most_helpful_first(t)
-        shown = [(k, "helps") for k in order[:PLAIN_ROWS]] + [(k, "hurts") for k in order[::-1][:PLAIN_ROWS]]
-        lines = [
-            {
-                "id": name(examples.rows[k]["row_id"]),
-                "effect": views.signed(float(examples.effect_KT[k, t]), 2),
-                "text": plain(examples.rows[k]["snippet"] or "", 600),
-                "kind": kind,
-            }
-            for k, kind in shown
-        ]
-        ends.append({"target": target, "rows": lines})
+        helpful = views.row_views(findings, t, order[:PLAIN_ROWS], "helps")
+        harmful = views.row_views(findings, t, order[::-1][:PLAIN_ROWS], "hurts")
+        ends.append({"target": target, "rows": helpful + harmful})
     length = LOSS_TOKENS if all(LOSS_TOKENS in row for row in examples.rows) else "n_tokens"
     has_long_rows = any(row[length] >= MIN_RELIABLE_TOKENS for row in examples.rows)
     return {
@@ -162,8 +155,9 @@ def _rows(findings: Findings, targets: Sequence[str]) -> View:
 
 
 def _commands(findings: Findings) -> View:
-    """Return the commands that reproduce the page from its run.yaml files, and commands for next steps."""
-    art, target = shlex.quote(findings.artifact_path), shlex.quote(",".join(findings.targets))
+    """Return the command of the selection, commands that reproduce the page, and commands for next steps."""
+    art = shlex.quote(findings.artifact_path)
+    target = shlex.quote(format_targets({change.target: change.weight for change in findings.selection.targets}))
     runs_record = findings.runs
     reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
     if runs_record is not None:
@@ -172,9 +166,6 @@ def _commands(findings: Findings) -> View:
         reproduce += [f"grasp retrain --config environment-run.yaml --out {runs_path}", f"grasp evaluate {art}{runs}"]
     reproduce += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in findings.labels]
     reproduce += [findings.command] if findings.command else []
-    if isinstance(findings.selection, Missing):
-        line = f"grasp select {art} --target {target} --budget 30%{runs} --export kept --out kept.parquet"
-        actions.append(("Keep the most helpful 30 % of rows as training data", line))
     if isinstance(findings.mixture, Missing) and findings.labels:
         by = shlex.quote(findings.labels[0].slices.label)
         actions.append(
@@ -187,6 +178,19 @@ def _commands(findings: Findings) -> View:
         line = f"grasp retrain --like {art} --family {shlex.quote(family)} --out runs"
         actions.append(("Retrain on subsets to validate the predictions", line))
     return {
+        "keep_command": plain(f"grasp select {art} --target {target}{_select_options(findings)} --export kept", 4_000),
         "commands": [plain(line, 4_000) for line in reproduce],
         "actions": [(description, plain(line, 4_000)) for description, line in actions],
     }
+
+
+def _select_options(findings: Findings) -> str:
+    """Return the options of `grasp select` with which the selection of the page was made."""
+    params = findings.selection.params
+    values = [
+        (f"--{key.replace('_', '-')}", params.get(key)) for key in ("budget", "train_tokens", "by", "exclude_where")
+    ]
+    values += [(f"--{key}", value) for key in ("floor", "cap") for value in params.get(key, ())]
+    values += [("--runs", findings.runs.path)] if findings.runs is not None and findings.selection.runs_unit else []
+    flags = ["--drop-leaks"] if params.get("drop_leaks") else []
+    return " " + shlex.join([*(part for flag, value in values if value for part in (flag, f"{value}")), *flags])

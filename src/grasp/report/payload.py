@@ -7,11 +7,12 @@ Shape letters: B mixtures, G slices, T targets, K example rows.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from grasp.inspect.explanation import dominant_word_notes
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, Predictor
 from grasp.report.findings import Findings, LabelFindings, Missing
 from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
@@ -35,8 +36,9 @@ def payload(findings: Findings) -> dict[str, Any]:
             "at": [int(code_K[k]) for code_K in codes],
             "effect": _rounded(examples.effect_KT[k]),
             "rank": examples.rank_KT[k].tolist(),
+            "distinct": examples.distinct_KT[k].tolist(),
         }
-        | ({"shades": findings.shades[k]} if k in findings.shades else {})
+        | _shades(findings.shades.get(k))
         | ({"figures": findings.figures[k]} if k in findings.figures else {})
         for k, row in enumerate(examples.rows)
     ]
@@ -57,6 +59,7 @@ def payload(findings: Findings) -> dict[str, Any]:
     ]
     return {
         "targets": unique_names(findings.targets, MAX_CELL_CHARS),
+        "weights": findings.weights_T.tolist(),
         "effectUnit": findings.effect_unit,
         "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
         "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
@@ -65,11 +68,19 @@ def payload(findings: Findings) -> dict[str, Any]:
     }
 
 
+def _shades(words_by_target: Mapping[str, Sequence[tuple[str, float | None]]] | None) -> dict[str, Any]:
+    """Return the shaded words of a row for each target, and notes on them; empty without words."""
+    if words_by_target is None:
+        return {}
+    notes = {key: dominant_word_notes(*zip(*words, strict=True)) for key, words in words_by_target.items()}
+    return {"shades": words_by_target, "notes": notes}
+
+
 def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     """Return the slices of a label, the presets of their sliders, and the data that predictions are computed from."""
     slices, n_slices = label.slices, len(label.slices.slices)
 
-    # presets: the given mixture, and the corpus without the slices that hurt more targets than they help
+    # presets: the given mixture, and the corpus without slices that hurt more targets, by weight, than they help
     presets: list[dict[str, Any]] = []
     mixture = findings.mixture
     if not isinstance(mixture, Missing) and mixture.label == slices.label:
@@ -77,7 +88,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         percent_by_slice = [round(100 * min(weight.get(value, 1.0), MAX_WEIGHT)) for value in slices.names]
         clipped = f", clipped at {MAX_WEIGHT:.0%}" if max(weight.values()) > MAX_WEIGHT else ""
         presets.append({"name": f"Mixture of grasp mix{clipped}", "percent": percent_by_slice, "fromMixture": True})
-    votes_G = label.signs(range(len(findings.targets)))[0].sum(axis=1)
+    votes_G = label.signs(range(len(findings.targets)))[0] @ findings.weights_T
     if (votes_G < 0).any() and (votes_G >= 0).any():
         percent = np.where(votes_G < 0, 0, 100).tolist()
         presets.append({"name": "Drop harmful slices", "percent": percent, "fromMixture": False})
@@ -127,7 +138,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
             {"name": shown, "expression": part.expression, "rows": part.rows, "tokens": part.tokens}
             for shown, part in zip(label.names, slices.slices, strict=True)
         ],
-        "order": np.argsort(label.dropped.value_GT.mean(axis=1), kind="stable").tolist(),
+        "order": np.argsort(-(label.contribution.value_GT @ findings.weights_T), kind="stable").tolist(),
         "presets": presets,
         "expected": expected,
         **formula,

@@ -1,6 +1,6 @@
 """View models of the page: one function per section returns the texts and bar positions that the template shows.
 
-Start with `answers`, the first section. Shape letters: G slices, T targets, C checkpoints, B subsets, K run counts.
+Start with `decision`, the first section. Shape letters: G slices, T targets, C checkpoints, B subsets, K run counts.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from grasp import text
-from grasp.arrays import F64, Integers
+from grasp.arrays import F64
 from grasp.predict.predictor import EFFECT_SIZE
-from grasp.report.findings import Findings, LabelFindings, Missing, PredictedGain, display_unit
+from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
 from grasp.runs.calibration import N_DRAWS
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
@@ -22,6 +22,7 @@ from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
 View = dict[str, Any]
 
 MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
+ROWS_ON_FIRST_SCREEN = 3  # most helpful rows, if no label stands out
 BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
 SHARES_SHOWN = 30  # label values in the table of a selection
 CURVE_SHOWN = 12  # budgets in the table of a selection
@@ -54,12 +55,14 @@ def interval(low: float, high: float, digits: int = 3) -> str:
     return "" if isnan(low) or isnan(high) else f"[{signed(low, digits)}, {signed(high, digits)}]"
 
 
-def _bars(value: F64, low: F64, high: F64, sign: Integers) -> list[View]:
-    """Return centred bars, on one scale, for the changes if slices are dropped.
+def _bars(part: Contribution, slices: Any, targets: Any) -> list[View]:
+    """Return centred bars, on one scale, for the contributions of slices to targets; a bar to the right helps.
 
-    A bar to the left (negative) means that the slice helps. It is coloured if the change is significant: `sign` is 1 or
-    -1.
+    A bar is coloured if the contribution is significant.
     """
+    value, low, high, sign = (
+        array_GT[slices, targets] for array_GT in (part.value_GT, part.low_GT, part.high_GT, part.sign_GT)
+    )
     # the value at which a bar has full length: the largest magnitude plus a margin
     scale = max(float(np.nanmax(np.abs(value), initial=0.0)), 1e-9) * 1.15
 
@@ -71,106 +74,127 @@ def _bars(value: F64, low: F64, high: F64, sign: Integers) -> list[View]:
 
     return [
         {
-            "data": "" if isnan(change) else f"{change:.6g}",
-            "value": signed(change),
+            "data": "" if isnan(x) else f"{x:.6g}",
+            "value": signed(x),
             "interval": interval(least, most),
-            "kind": ("unsure", "hurts", "helps")[side],  # of sign 0, 1 and -1
-            "bar": span(*sorted((0.0, 0.0 if abs(change) < 5e-4 else change))),  # no bar if the value rounds to zero
+            "kind": ("unsure", "helps", "hurts")[side],  # of sign 0, 1 and -1
+            "bar": span(*sorted((0.0, 0.0 if abs(x) < 5e-4 else x))),  # no bar if the value rounds to zero
             "whisker": span(least, most),
         }
-        for change, least, most, side in zip(*(part.ravel().tolist() for part in (value, low, high, sign)), strict=True)
+        for x, least, most, side in zip(*(array.ravel().tolist() for array in (value, low, high, sign)), strict=True)
     ]
 
 
-def headline(findings: Findings, targets: Sequence[str]) -> View:
-    """Return the headline: slices with opposite effects on targets, slices to keep, and the most harmful slice."""
+def decision(findings: Findings, targets: Sequence[str]) -> View:
+    """Return the first screen: what to keep, the change to expect with its interval, and slices that stand out."""
+    summary = findings.selection
     subject = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
-    if not findings.labels:
-        return {"subject": subject, "label": "", "keep": [], "harmful": [], "by_relevance": False, "opposed": []}
-    label = findings.labels[0]
-    sign_GT, by_relevance = label.signs(range(len(targets)))
-    change_GT = (label.by_relevance if by_relevance else label.dropped).value_GT
-    mean_G = change_GT.mean(axis=1)
-    # Disagreement of targets about a slice: half the distance between its largest significant gain and its largest
-    # significant loss; 0 if one side has more than twice as many targets as the other.
-    gains_GT, losses_GT = (np.where(sign_GT == side, -side * change_GT, 0.0) for side in (1, -1))
-    counts_2G = np.stack([(sign_GT == side).sum(axis=1) for side in (1, -1)])
-    is_balanced_G = counts_2G.min(axis=0) * 2 >= np.maximum(counts_2G.max(axis=0), 1)
-    disagreement_G = np.where(is_balanced_G, (gains_GT.max(axis=1) + losses_GT.max(axis=1)) / 2, 0.0)
-    named = _named_slices(label, np.where(disagreement_G > 0, 0, sign_GT.sum(axis=1)), mean_G)
-    named_effects = [abs(mean_G[label.names.index(value)]) for value in (*named["keep"], *named["harmful"])]
-    least = min(named_effects, default=0.0)
-    by_disagreement = np.argsort(-disagreement_G, kind="stable").tolist()
-    opposed = [
-        {
-            "name": label.names[g],
-            "gain": [target for target, sign in zip(targets, sign_GT[g], strict=True) if sign == 1],
-            "lose": [target for target, sign in zip(targets, sign_GT[g], strict=True) if sign == -1],
-        }
-        for g in [g for g in by_disagreement if disagreement_G[g] > least][:MAX_SLICES_NAMED]
-    ]
-    view = {"subject": subject, "label": plain(label.slices.label, 40), "by_relevance": by_relevance}
-    return view | {"opposed": opposed} | named
+    share = summary.rows / findings.n_rows
+    part_name = f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of the rows"
+    if summary.documents is not None:
+        part_name = f"the best {summary.documents:,} documents"
+    view: View = {"subject": subject, "kept": part_name, "rows": f"{summary.rows:,}", "tokens": f"{summary.tokens:,}"}
+    compared = [plain(label.slices.label, 40) for label in findings.labels]
+    weights = [change.weight for change in summary.targets]
+    of = name(summary.targets[0].target)
+    if len(weights) > 1:
+        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {len(weights)} targets"
+    view |= {
+        "of": of,
+        "changes": _expected(summary.targets, np.array(weights), summary),
+        "outside": plain(summary.outside),
+        "compared": compared,
+        "label": "",
+    }
+    if findings.labels and findings.labels[0].evidence:
+        label, weights_T = findings.labels[0], findings.weights_T
+        sign_GT, by_relevance = label.signs(range(len(targets)))
+        part = label.by_relevance if by_relevance else label.contribution
+        view["label"] = compared[0]
+        view |= _named_slices(label, sign_GT @ weights_T, part.value_GT @ weights_T)
+    return view
 
 
-def _named_slices(label: LabelFindings, votes_G: Integers, change_G: F64) -> View:
-    """Return the slices to keep and the most harmful slice; only slices with significant effects are named."""
-    order = np.argsort(change_G, kind="stable").tolist()
-    keep = [label.names[g] for g in order if votes_G[g] > 0 and change_G[g] < 0][:MAX_SLICES_NAMED]
-    return {"keep": keep, "harmful": [label.names[g] for g in order if votes_G[g] < 0 and change_G[g] > 0][-1:]}
+def _expected(changes: Sequence[TargetChange], weights_T: F64, summary: SelectionSummary) -> list[View]:
+    """Return the weighted change that a selection should cause, on other questions and by the runs, with intervals.
+
+    Targets are independent samples of questions. The errors of a model fitted to runs may be correlated, so that
+    half-widths add up. Without either, the change is that on the known questions.
+    """
+    unit = "effect sizes" if summary.scale == EFFECT_SIZE else plain(summary.scale)
+    runs_unit = display_unit(plain(summary.runs_unit or ""))
+    ends_T33 = np.array(
+        [
+            [
+                [part.expected, part.expected_low, part.expected_high],
+                [part.nats, part.nats_low, part.nats_high],
+                [part.change, None, None],
+            ]
+            for part in changes
+        ],
+        dtype=np.float64,
+    )
+    value_3, (low_T3, high_T3) = weights_T @ ends_T33[..., 0], (ends_T33[..., 1], ends_T33[..., 2])
+    half_T3 = weights_T[:, None] * (high_T3 - low_T3) / 2
+    error_3 = np.linalg.norm(half_T3[:, 0]), half_T3[:, 1].sum(), nan
+    units = f"{unit} on other questions", runs_unit, f"{unit} on the known questions"
+    views: list[View] = []
+    for value, error, shown_unit in zip(value_3.tolist(), error_3, units, strict=True):
+        if not isnan(value) and (not views or shown_unit == runs_unit):
+            kind = "helps" if value > error else "hurts" if value < -error else ""
+            ends = interval(value - error, value + error, 2)
+            views.append({"value": signed(value, 2), "unit": shown_unit, "interval": ends, "kind": kind})
+    return views
+
+
+def _named_slices(label: LabelFindings, votes_G: F64, value_G: F64) -> View:
+    """Return the slices to keep and the most harmful slice; only slices with significant effects are named.
+
+    Args:
+        votes_G: weight of the targets that the slice helps minus that of those that it hurts.
+        value_G: weighted contribution.
+    """
+    order = np.argsort(-value_G, kind="stable").tolist()
+    keep = [label.names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0][:MAX_SLICES_NAMED]
+    return {"keep": keep, "harmful": [label.names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]}
 
 
 def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
-    """Return one answer per target: what to keep, the predicted gain, and the agreement with retraining."""
+    """Return one answer per target: the change to expect, the agreement with retraining, and slices or rows."""
+    changes = {change.target: change for change in findings.selection.targets}
     answers = []
     for t, target in enumerate(targets):
-        answer: View = {"target": target, "keep": [], "harmful": [], "bars": [], "by_relevance": False}
-        if findings.labels:
+        answer: View = {"target": target, "changes": [], "bars": [], "rows": [], "by_relevance": False}
+        if findings.targets[t] in changes:
+            answer["changes"] = _expected([changes[findings.targets[t]]], np.ones(1), findings.selection)
+        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(targets) > 1 else ""
+        if findings.labels and findings.labels[0].evidence:
             label = findings.labels[0]
-            sign_G1, by_relevance = label.signs([t])
-            dropped = label.by_relevance if by_relevance else label.dropped
-            change_G = dropped.value_GT[:, t]
-            order = np.argsort(change_G, kind="stable").tolist()
-            # the largest and the smallest changes, most helpful slice first
+            by_relevance = label.signs([t])[1]
+            part = label.by_relevance if by_relevance else label.contribution
+            order = np.argsort(-part.value_GT[:, t], kind="stable").tolist()
+            # the largest and the smallest contributions, most helpful slice first
             shown = order if len(order) <= 2 * BARS_PER_END else order[:BARS_PER_END] + order[-BARS_PER_END:]
-            views = _bars(
-                change_G[shown], dropped.low_GT[shown, t], dropped.high_GT[shown, t], dropped.sign_GT[shown, t]
-            )
-            bars = [{"name": label.names[g]} | view for g, view in zip(shown, views, strict=True)]
-            answer |= _named_slices(label, sign_G1[:, 0], change_G) | {"bars": bars, "by_relevance": by_relevance}
-        answers.append(answer | {"gain": _gain(findings, t), "agreement": _agreement(findings, findings.targets[t])})
-    units = {answer["gain"]["unit"] for answer in answers}
-    for answer in answers:
-        answer["short_unit"] = answer["gain"]["unit"] if len(units) > 1 else ""
+            bars = zip(shown, _bars(part, shown, [t]), strict=True)
+            answer |= {"bars": [{"name": label.names[g]} | bar for g, bar in bars], "by_relevance": by_relevance}
+        else:
+            answer["rows"] = row_views(findings, t, findings.rows.most_helpful_first(t)[:ROWS_ON_FIRST_SCREEN], "helps")
+        answers.append(answer | {"agreement": _agreement(findings, findings.targets[t])})
     return answers
 
 
-def _gain(findings: Findings, t: int) -> View:
-    """Return the predicted gain from the selection, if there is one, else from the most helpful rows."""
-    share, subset, gain, selection = findings.top_share, "", findings.top_gains[t], findings.selection
-    if not isinstance(selection, Missing):
-        for change in (change for change in selection.targets if change.target == findings.targets[t]):
-            share = selection.rows / findings.n_rows
-            if selection.documents is not None:
-                subset = f"the best {selection.documents:,} documents"
-            unit = "effect sizes" if selection.scale == EFFECT_SIZE else plain(selection.scale)
-            ends: tuple[float | None, ...] = change.change, None, None
-            if change.nats is not None:
-                ends = change.nats, change.nats_low, change.nats_high
-                unit = display_unit(plain(selection.runs_unit or "nats"))
-            elif change.expected is not None:
-                ends = change.expected, change.expected_low, change.expected_high
-                unit += " on other questions"
-            value, low, high = (nan if end is None else end for end in ends)
-            gain = PredictedGain(value, unit, low, high, selection.outside)
-    return {
-        "subset": subset or f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of rows",
-        "value": signed(gain.value, 2),
-        "unit": gain.unit,
-        "interval": interval(gain.low, gain.high, 2),
-        "kind": "helps" if gain.low > 0 else "hurts" if gain.high < 0 else "",
-        "outside": plain(gain.outside),
-    }
+def row_views(findings: Findings, t: int, order: Sequence[int], kind: str) -> list[View]:
+    """Return example rows with their effects on target `t`."""
+    examples = findings.rows
+    return [
+        {
+            "id": name(examples.rows[k]["row_id"]),
+            "effect": signed(float(examples.effect_KT[k, t]), 2),
+            "text": plain(examples.rows[k]["snippet"] or "", 600),
+            "kind": kind,
+        }
+        for k in order
+    ]
 
 
 def _agreement(findings: Findings, target: str) -> str:
@@ -193,10 +217,11 @@ def _agreement(findings: Findings, target: str) -> str:
     return f"Rank correlation with {models}: {number(rho, 2)}{relative}{caveat}."
 
 
-def slices(label: LabelFindings) -> View:
+def slices(label: LabelFindings, weights_T: F64) -> View:
     """Return the table of a label, one row per slice, the most helpful one first."""
-    dropped, n_targets = label.dropped, label.dropped.value_GT.shape[1]
-    bars = _bars(dropped.value_GT, dropped.low_GT, dropped.high_GT, dropped.sign_GT)
+    part = label.contribution
+    n_targets = len(weights_T)
+    bars = _bars(part, slice(None), slice(None))
     lines = [
         {
             "g": g,
@@ -204,7 +229,7 @@ def slices(label: LabelFindings) -> View:
             "rows": label.slices.slices[g].rows,
             "cells": bars[g * n_targets : (g + 1) * n_targets],
         }
-        for g in np.argsort(dropped.value_GT.mean(axis=1), kind="stable").tolist()
+        for g in np.argsort(-(part.value_GT @ weights_T), kind="stable").tolist()
     ]
     return {
         "title": plain(label.slices.label, 40),

@@ -37,6 +37,7 @@ COVERAGE = 0.9  # of intervals
 # Weight of the deviations of rows' relevance from the mean of their slice: experiments/exposure.
 WITHIN_SLICE_WEIGHT = 0.4
 OUTSIDE = "outside the range of the runs"
+SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
 MAX_SUBSETS_NAMED = 3  # subsets named in a note
 MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
 # learning curve: numbers of runs in a fit, random draws per number, and limits on the number of held-out runs
@@ -88,6 +89,17 @@ class ExtrapolationLog:
             return ()
         more = f" and {self._count - len(self._examples):,} more" if self._count > len(self._examples) else ""
         return (f"{OUTSIDE}, so the interval is wider: {'; '.join(self._examples)}{more}",)
+
+
+def outside_range(share_G: F64, low_G: F64, high_G: F64, values: Sequence[str]) -> list[str]:
+    """Describe the share of a mixture that is farthest outside the range of the runs; empty if none is outside.
+
+    This is the rule of all commands for what lies outside of the runs.
+    """
+    beyond_G = np.maximum(share_G - high_G, low_G - share_G)
+    g = int(np.argmax(beyond_G))
+    inside = beyond_G[g] <= SHARE_TOLERANCE
+    return [] if inside else [f"{values[g]} {share_G[g]:.0%}, in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +247,7 @@ class OutcomePredictor:
         targets: requested targets.
         kinds: kind of the metric of each target of the runs, see `metric_names.metric_kind`.
         featurizer: features with the targets of the runs.
+        labels: labels whose shares are features, with the names of their slices.
         gaussian_process: from features to the utilities of all targets of the runs.
         runs: features of the runs.
         utility_RST: utilities of the runs.
@@ -246,6 +259,7 @@ class OutcomePredictor:
     targets: tuple[str, ...]
     kinds: Mapping[str, str]
     featurizer: SubsetFeaturizer
+    labels: Mapping[str, tuple[str, ...]]
     gaussian_process: GaussianProcess
     runs: SubsetFeatures
     utility_RST: F64
@@ -265,13 +279,22 @@ class OutcomePredictor:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         expected_BT, half_width_BT = self._change(features, corpus)
-        distance_B = self.gaussian_process.relative_distance(features, corpus)
-        outside = [
-            f"{distance:.1f} times as far from the corpus as any run" if distance > MAX_DISTANCE_INSIDE else ""
-            for distance in distance_B
-        ]
+        outside = []
+        for b, distance in enumerate(self.gaussian_process.relative_distance(features, corpus)):
+            reasons = [f"{distance:.1f} times as far from the corpus as any run"] * int(distance > MAX_DISTANCE_INSIDE)
+            for label in [*self.labels][:1]:
+                range_2G = self.share_range(label)
+                reasons += outside_range(features.share_BG[b, : len(range_2G[0])], *range_2G, self.labels[label])
+            outside.append("; ".join(reasons))
         low_BT, high_BT = expected_BT - half_width_BT, expected_BT + half_width_BT
         return PredictedChanges(expected_BT, low_BT, high_BT, tuple(outside), self.unit)
+
+    def share_range(self, label: str) -> tuple[F64, F64]:
+        """Return the smallest and the largest share of each slice of a label over the runs, (G,) each."""
+        names = list(self.labels)
+        start = sum(len(self.labels[name]) for name in names[: names.index(label)])
+        share_RG = self.runs.share_BG[:, start : start + len(self.labels[label])]
+        return share_RG.min(axis=0), share_RG.max(axis=0)
 
     def row_gradients(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant.
@@ -390,6 +413,7 @@ def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingR
         targets=predictor.units.targets,
         kinds=dict(zip(targets, metric_kinds(map(metrics.__getitem__, targets), utility_RST), strict=True)),
         featurizer=featurizer,
+        labels={name: label_slices(label_column(artifact, name), row_tokens(artifact)).names for name in labels},
         gaussian_process=GaussianProcess.fit(features, utility_RST),
         runs=features,
         utility_RST=utility_RST,

@@ -49,27 +49,13 @@ class ChangeInterval:
     weighted: tuple[float, float]
     over: str
 
-    def notes(self, targets: tuple[str, ...], baseline: str) -> list[str]:
-        """Return notes: the intervals, and whether the weighted change is distinguishable from 0.
-
-        Args:
-            targets: names of the targets.
-            baseline: baseline of the changes, e.g. "the current mixture".
-        """
-        is_defined_T = np.isfinite(self.low_T)
-        if not is_defined_T.any():
+    def notes(self, targets: tuple[str, ...]) -> list[str]:
+        """Return a note on the intervals of the targets, unless the table has them."""
+        if self.expected_T is not None or not (is_defined_T := np.isfinite(self.low_T)).any():
             return []
-        messages = []
-        if self.expected_T is None:  # otherwise the table has the intervals
-            lines = zip(targets, self.low_T, self.high_T, is_defined_T, strict=True)
-            intervals = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_defined in lines if is_defined]
-            messages.append(f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(intervals)}")
-        low, high = self.weighted
-        if low <= 0.0 <= high:
-            messages.append(
-                f"not distinguishable from {baseline}: the interval of the weighted change is {low:+.3f} to {high:+.3f}"
-            )
-        return messages
+        lines = zip(targets, self.low_T, self.high_T, is_defined_T, strict=True)
+        intervals = [f"{target} {low:+.3f} to {high:+.3f}" for target, low, high, is_defined in lines if is_defined]
+        return [f"{COVERAGE:.0%} intervals of the change over {self.over}: {'; '.join(intervals)}"]
 
 
 def change_interval(

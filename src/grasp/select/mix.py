@@ -162,8 +162,10 @@ def mix(
         max_distance = amount.value
     current_G = slices.rows_G / slices.rows_G.sum()
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
-    problem = MixtureProblem(low_G, high_G, current_G, max_distance)
     objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
+    problem = MixtureProblem(low_G, high_G, current_G, max_distance)
+    if objective.by_runs:
+        problem = _within_runs(problem, objective, slices)
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
@@ -180,7 +182,7 @@ def mix(
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
     messages += changes.notes
     if objective.by_runs:
-        messages.append("the mixture maximises the change predicted by the runs, not that by relevance")
+        messages.append("the mixture maximises the change predicted by the runs, within the range of their shares")
     messages += [
         f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
         "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
@@ -212,7 +214,8 @@ def mix(
                 "times_as_often": pa.array(factor_G),
             }
         ),
-        f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
+        changes.verdict
+        + f"mixture by {slices.label}: {100 * moved:.1f} % of the data are reallocated; {optimum} within the bounds",
         tuple(messages),
         **objective.result_fields(changes, value, params),
         label=slices.label,
@@ -231,6 +234,19 @@ def check_max_repeat(max_repeat: float) -> None:
     """
     if not 1 <= max_repeat < np.inf:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
+
+
+def _within_runs(problem: MixtureProblem, objective: SelectionObjective, slices: LabelSlices) -> MixtureProblem:
+    """Keep shares within the range of the runs, as `runs mix` does, unless floors and caps exclude it."""
+    assert objective.run_model is not None
+    if slices.label not in objective.run_model.labels:
+        return problem
+    run_low_G, run_high_G = objective.run_model.share_range(slices.label)
+    low_G, high_G = np.maximum(problem.low_G, run_low_G), np.minimum(problem.high_G, run_high_G)
+    moved = max(np.maximum(low_G - problem.current_G, 0.0).sum(), np.maximum(problem.current_G - high_G, 0.0).sum())
+    is_possible = (low_G <= high_G).all() and low_G.sum() <= 1.0 <= high_G.sum()
+    is_near = problem.distance is None or moved <= problem.distance
+    return replace(problem, low_G=low_G, high_G=high_G) if is_possible and is_near else problem
 
 
 def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> tuple[F64, float]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.results import Result, first_notes
-from grasp.runs.calibration import COVERAGE
+from grasp.runs.calibration import COVERAGE, SHARE_TOLERANCE, outside_range
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
@@ -33,7 +33,6 @@ from grasp.text import did_you_mean, parse_names
 
 Runs = RunTable | Path | str
 
-SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
 RANGE_STEPS = 10  # bisection steps of `move_into_range`, on the line from the centre to a mixture
 LINE_SEARCH_POINTS = 20  # grid points of the line search of `informative_run`
 MAX_LINE_FRACTION = 0.8  # a run farther along the line is hardly easier to predict than the mixture at its end
@@ -276,12 +275,11 @@ def outside_note(
 ) -> list[str]:
     """Return a note on the mixtures whose share of a value is outside the range of the runs, if there are any."""
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
-    beyond_BG = model.distance_outside(share_BG)
-    outside = []
-    for b in np.flatnonzero(selected_B & (beyond_BG > SHARE_TOLERANCE).any(axis=1)).tolist():
-        g = int(np.argmax(beyond_BG[b]))
-        covered = f"in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"
-        outside.append(f"{names[b]} ({model.table.values[g]} {share_BG[b, g]:.0%}, {covered})")
+    outside = [
+        f"{names[b]} ({reason})"
+        for b in np.flatnonzero(selected_B).tolist()
+        for reason in outside_range(share_BG[b], low_G, high_G, model.table.values)
+    ]
     return [f"{heading}: {first_few(outside, '; ')}"] if outside else []
 
 
@@ -323,6 +321,9 @@ def mix_runs(
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
+    best, of_run = predictions.slice(0, len(predictions) // 2).to_pylist(), predictions["expected"].to_pylist()
+    if all(line["low"] <= value <= line["high"] for line, value in zip(best, of_run[len(best) :], strict=True)):
+        headline = f"not distinguishable from the best run {model.table.runs[r]}: {headline}"
     return RunsMixture(
         shares,
         headline,

@@ -150,10 +150,14 @@ class OptimizationResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedSubset:
-    """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes."""
+    """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes.
+
+    `verdict` begins the headline if the interval of the weighted change contains 0; else it is empty.
+    """
 
     targets: pa.Table
     outside: str
+    verdict: str
     notes: tuple[str, ...]
 
 
@@ -291,7 +295,8 @@ class SelectionObjective:
         outside = ""
         if self.run_model is None:
             assert interval is not None
-            interval_notes = tuple(interval.notes(self.predictor.units.targets, baseline))
+            interval_notes = tuple(interval.notes(self.predictor.units.targets))
+            low, high = interval.weighted
         else:
             from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
 
@@ -299,10 +304,15 @@ class SelectionObjective:
             extrapolation.add([name], predicted)
             columns |= {end: pa.array(value_BT[0], from_pandas=True) for end, value_BT in predicted.columns.items()}
             interval_notes, outside = extrapolation.notes, predicted.outside[0]
+            # errors of the targets may be correlated, so that half-widths add up
+            low, high = (
+                float(np.nan_to_num(end_BT[0]) @ self.weights_T) for end_BT in (predicted.low_BT, predicted.high_BT)
+            )
+        verdict = f"not distinguishable from {baseline} ({low:+.3f} to {high:+.3f}); " if low <= 0.0 <= high else ""
         notes = [*interval_notes, *(of_target.note(target) for target, of_target in reliability.items())]
         if not self.protocol.is_additive:
             notes.append(f"protocol {self.protocol.name} is not additive: rows are selected by its additive part")
-        return EvaluatedSubset(pa.table(columns), outside, tuple(notes))
+        return EvaluatedSubset(pa.table(columns), outside, verdict, tuple(notes))
 
 
 def repetition_law(train_tokens: float | None, tokens_N: I64) -> RepetitionLaw:
@@ -357,3 +367,9 @@ def weighted_targets(
     largest = max(weights.values())  # divide by it first: the sum of very large weights would overflow
     total = sum(weight / largest for weight in weights.values())
     return {name: weight / largest / total for name, weight in weights.items()}
+
+
+def format_targets(targets: Mapping[str, float]) -> str:
+    """Format targets as `weighted_targets` parses them, with weights if they differ."""
+    are_equal = len(set(targets.values())) == 1
+    return ",".join(targets if are_equal else (f"{name}={weight:.4g}" for name, weight in targets.items()))

@@ -171,7 +171,7 @@ def select(
     prediction = prediction_notes(objective.predictor, objective.run_model)
     return Selection(
         table,
-        headline,
+        changes.verdict + headline,
         (*first_notes, *changes.notes, *excluded_notes, *label_notes, *notes, *prediction),
         **objective.result_fields(changes, facts.value, params),
         curve=value_curve(objective, items, selected.ranked_rows, len(row_index)),

@@ -1,7 +1,8 @@
 """Read the summaries that `grasp select` and `grasp mix` save next to their results. Start with `read_summary`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -62,6 +63,7 @@ class OptimizationSummary(Summary):
     kind: str
     corpus: str
     headline: str
+    params: Mapping[str, Any]  # arguments of the command
     targets: tuple[TargetChange, ...]
     runs_unit: str | None = None
     value: float
@@ -76,6 +78,7 @@ class SelectionSummary(OptimizationSummary):
 
     kind: Literal["selection"]
     rows: int
+    tokens: int
     documents: int | None = None  # number of documents, if whole documents were selected
     guarantee: str
     curve: CurvePoints

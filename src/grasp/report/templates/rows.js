@@ -26,8 +26,8 @@
     const list = q === ""
       ? rows.map((row) => [row, row.effect[t], row.rank[t] ? `rank ${grouped(row.rank[t])} of ${grouped(n)}` : "short"])
       : questions[Number(q)].rows.map(([k, effect]) => [rows[k], effect, ""]);
-    const words = find.value.trim().toLowerCase();
-    return list.filter(([row]) => slicePicks.every((pick) => pick.value === "" || row.at[Number(pick.dataset.label)] === Number(pick.value)))
+    const words = find.value.trim().toLowerCase(), isFiltered = words || q !== "" || slicePicks.some((pick) => pick.value !== "");
+    return list.filter(([row]) => isFiltered || row.distinct[t]).filter(([row]) => slicePicks.every((pick) => pick.value === "" || row.at[Number(pick.dataset.label)] === Number(pick.value)))
       .filter(([row]) => !words || row.text.toLowerCase().includes(words) || row.id.toLowerCase().includes(words))
       .sort((a, b) => sign * (b[1] - a[1]));
   }
@@ -48,10 +48,11 @@
     const tags = row.at.map((g, label) => element("span", { className: "tag" }, DATA.labels[label].slices[g].name));
     const meta = element("span", { className: "meta" }, element("b", {}, signed(effect, 2)),
       ` \u00b7 ${[rank, row.tokens > 1 && `${grouped(row.tokens)} tokens`].filter(Boolean).join(" \u00b7 ")} `, ...tags, ` \u00b7 ${row.id}`);
-    const shades = row.shades?.[questionPick.value === "" ? `t${targetPick.value}` : `q${questionPick.value}`];
+    const key = questionPick.value === "" ? `t${targetPick.value}` : `q${questionPick.value}`, shades = row.shades?.[key];
     const text = element("blockquote", { dir: "auto" });
     text.append(...(shades ? shaded(shades) : [row.text || "no text stored"]));
-    const item = element("li", { className: effect > 0 ? "helps" : "hurts" }, meta, text);
+    const notes = (row.notes?.[key] ?? []).map((note) => element("p", { className: "small" }, `Note: ${note}`));
+    const item = element("li", { className: effect > 0 ? "helps" : "hurts" }, meta, text, ...notes);
     const figures = questionPick.value === "" ? row.figures?.[`t${targetPick.value}`] : undefined;
     if (figures) item.append(gallery(figures));
     if (live && !shades && !figures) item.append(explainButton(row, text));

@@ -4,15 +4,15 @@
   if (!panels.length) return;
   const ENDS = 8, FOLDED = 24, NARROW = 860;
   const labelPick = $("slices-label"), targetPick = $("slices-target"), find = $("slices-find"), significantOnly = $("slices-significant");
-  const states = panels.map(() => ({ open: false, key: null, ascending: true }));
-  const originals = panels.map((panel) => [...panel.querySelector("tbody").rows]); // by the mean over the targets
+  const states = panels.map(() => ({ open: false, key: null, ascending: false }));
+  const originals = panels.map((panel) => [...panel.querySelector("tbody").rows]); // by the weighted mean of the targets
   const currentLabel = () => (labelPick ? Number(labelPick.value) : 0);
   const target = () => targetPick?.value ?? "0";
 
   function value(row, key) {
     if (key === "name") return row.cells[0].textContent.toLowerCase();
     const cell = key === "rows" ? row.cells[1] : row.querySelector(`td[data-t="${key}"]`);
-    return cell.dataset.v === "" ? Infinity : Number(cell.dataset.v);
+    return cell.dataset.v === "" ? -Infinity : Number(cell.dataset.v);
   }
 
   function show() {
@@ -55,14 +55,14 @@
     for (const head of panel.querySelectorAll("table.slices thead th"))
       head.firstChild.addEventListener("click", () => {
         const state = states[label], key = keyOf(head);
-        state.ascending = head.getAttribute("aria-sort") === "descending" || (key !== "rows" && head.getAttribute("aria-sort") !== "ascending");
+        state.ascending = key === "name" ? head.getAttribute("aria-sort") !== "ascending" : head.getAttribute("aria-sort") === "descending";
         state.key = key;
         show();
       });
     panel.querySelector(".more").addEventListener("click", () => { states[label].open = !states[label].open; show(); });
   });
   for (const control of [labelPick, targetPick, significantOnly]) control?.addEventListener("change", () => {
-    if (control === targetPick) states.forEach((state) => { Object.assign(state, { key: null, ascending: true }); });
+    if (control === targetPick) states.forEach((state) => { Object.assign(state, { key: null, ascending: false }); });
     show();
   });
   find.addEventListener("input", show);

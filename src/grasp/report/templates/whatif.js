@@ -205,6 +205,9 @@
       const interval = hasRuns[t] ? `[${signed(from)}, ${signed(to)}]` : "";
       change.lastChild.textContent = inRunsUnit || !interval ? interval : `${signed(runs.change[t])} ${DATA.runsUnit} ${interval}`;
     });
+    const shown = lines.map(([x]) => x), { weights } = DATA; // the mean over the targets, if they have different weights
+    $("whatif-weighted").textContent = weights.some((weight) => weight !== weights[0]) && shown.every(Number.isFinite)
+      ? `Weighted mean: ${signed(dot(shown, weights))} (${targets.map((name, t) => `${name} ${Math.round(100 * weights[t])} %`).join(", ")})` : "";
     $("whatif-warning").hidden = !runs?.beyond;
     $("whatif-warning").textContent = `Extrapolates beyond the runs, so the interval is wider: ${runs?.beyond}.`;
     $("whatif-unit").textContent = `Change relative to the whole corpus, ${inRunsUnit ? DATA.runsUnit : DATA.effectUnit}`;
