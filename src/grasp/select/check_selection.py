@@ -43,10 +43,10 @@ def check_selection(
     seeds: int = 2,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> Result:
-    """Train small models on a selection, on random rows and on those of BM25, and compare them on other questions.
+    """Compare small models trained on a selection, on random rows and on BM25's.
 
-    The three sets have the same number of rows. The questions are those of the targets that the artifact was not built
-    with. An interrupted check continues with the same command.
+    The three sets have the same number of rows. The models are compared on questions of the targets that the artifact
+    was not built with. An interrupted check continues with the same command.
 
     Args:
         artifact: artifact of the selection.
