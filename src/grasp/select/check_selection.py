@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from grasp.retraining.worker import RetrainStatus
 
 SETS = ("selection", "random", "bm25")
+SEEDS = 2  # models per set
 QUESTIONS = 256  # other questions per target
 LEVEL = 0.95
 
@@ -40,7 +41,6 @@ def check_selection(
     selection: Path | str,
     *,
     out: Path | str,
-    seeds: int = 2,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> Result:
     """Compare small models trained on a selection, on random rows and on BM25's.
@@ -52,7 +52,6 @@ def check_selection(
         artifact: artifact of the selection.
         selection: .json or .parquet written by `grasp select --out`.
         out: directory of the runs; the three sets are written next to it.
-        seeds: models per set.
         progress: callback that receives every stage and step.
     Returns:
         One row per target and set: utility, and the gain over random rows with its 95 % interval, in nats per token.
@@ -77,11 +76,11 @@ def check_selection(
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
     settings = {"subsets": str(table), "targets": questions}
-    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress)
+    runs = retrain(like=artifact.location, out=out, seeds=SEEDS, settings=settings, progress=progress)
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
         pa.Table.from_pylist(lines),
-        f"{len(selected):,} of {n_rows:,} rows in each set, {seeds} models each, on other questions",
+        f"{len(selected):,} of {n_rows:,} rows in each set, {SEEDS} models each, on other questions",
         ("gain: against random rows, in nats per token; 95 % interval over questions and seeds",),
     )
 
