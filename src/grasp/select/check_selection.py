@@ -17,8 +17,10 @@ from scipy.stats import t as student
 
 from grasp.api.retrain import retrain
 from grasp.arrays import F64
+from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, ranked
+from grasp.errors import SettingsError, TargetError
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
@@ -26,6 +28,7 @@ from grasp.results import Result
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.select.summaries import SelectionSummary, read_summary
+from grasp.targets.load import target_name
 
 if TYPE_CHECKING:
     from grasp.retraining.worker import RetrainStatus
@@ -75,8 +78,15 @@ def check_selection(
     corpus, table = artifact.manifest.fingerprints.get("corpus", ""), out.with_suffix(".parquet")
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
+    manifest = artifact.manifest
+    names = [*manifest.settings["targets"]["names"], *manifest.details.get(ADDED_TARGETS, ())]
+    if requested := [name for name in names if name in weights or target_name(name) in weights]:
+        questions["names"] = requested  # without the other targets of the artifact
     settings = {"subsets": str(table), "targets": questions}
-    runs = retrain(like=artifact.location, out=out, seeds=SEEDS, settings=settings, progress=progress)
+    try:
+        runs = retrain(like=artifact.location, out=out, seeds=SEEDS, settings=settings, progress=progress)
+    except TargetError as err:
+        raise SettingsError(f"check-selection: no questions that the artifact was not built with: {err}") from err
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
         pa.Table.from_pylist(lines),
