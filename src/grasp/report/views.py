@@ -86,19 +86,21 @@ def _bars(part: Contribution, slices: Any, targets: Any) -> list[View]:
 
 def decision(findings: Findings, targets: Sequence[str]) -> View:
     """Return the first screen: what to keep, the change to expect with its interval, and slices that stand out."""
-    summary = findings.selection
-    subject = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
-    share = summary.rows / findings.n_rows
+    summary, share = findings.selection, findings.selection.rows / findings.n_rows
+    weights = [change.weight for change in summary.targets]
+    subject = of = name(summary.targets[0].target)
+    if len(weights) > 1:
+        subject = f"{len(weights)} targets"
+        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {subject}"
     part_name = f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of the rows"
     if summary.documents is not None:
         part_name = f"the best {summary.documents:,} documents"
-    view: View = {"subject": subject, "kept": part_name, "rows": f"{summary.rows:,}", "tokens": f"{summary.tokens:,}"}
     compared = [plain(label.slices.label, 40) for label in findings.labels]
-    weights = [change.weight for change in summary.targets]
-    of = name(summary.targets[0].target)
-    if len(weights) > 1:
-        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {len(weights)} targets"
-    view |= {
+    view: View = {
+        "subject": subject,
+        "kept": part_name,
+        "rows": f"{summary.rows:,}",
+        "tokens": f"{summary.tokens:,}",
         "of": of,
         "changes": _expected(summary.targets, np.array(weights), summary),
         "outside": plain(summary.outside),
@@ -166,7 +168,7 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
         answer: View = {"target": target, "changes": [], "bars": [], "rows": [], "by_relevance": False}
         if findings.targets[t] in changes:
             answer["changes"] = _expected([changes[findings.targets[t]]], np.ones(1), findings.selection)
-        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(targets) > 1 else ""
+        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(set(findings.weights_T.tolist())) > 1 else ""
         if findings.labels and findings.labels[0].evidence:
             label = findings.labels[0]
             by_relevance = label.signs([t])[1]
