@@ -99,6 +99,7 @@ def test_a_damaged_checkpoint(build, root, tmp_path, damage, word):
         ("features.tau.x=1", "`tau` holds a value, expected a group of settings"),
         ("features.tau=.nan", "features.tau: Input should be a finite number"),
         ("features.alpha=2", "features.alpha: expected 1 or 0.5"),
+        ("features.summary_positions=tail:4", "features.summary_positions: expected all as `positions`"),
         ("targets.names=sciq", "targets.names: expected a list"),
         ("corpus.prompt=Q: {question}", ": or {}"),
         ("features.tau", "--set: got `features.tau`, expected name=value"),
