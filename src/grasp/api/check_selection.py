@@ -8,7 +8,7 @@ Welch and Satterthwaite. Start with `check_selection`. Shape letters: B sets of 
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,9 +30,6 @@ from grasp.seeds import stream
 from grasp.select.summaries import SelectionSummary, read_summary
 from grasp.targets.load import target_name
 
-if TYPE_CHECKING:
-    from grasp.retraining.worker import RetrainStatus
-
 SETS = ("selection", "random", "bm25")
 SEEDS = 2  # models per set
 QUESTIONS = 256  # other questions per target
@@ -44,7 +41,7 @@ def check_selection(
     selection: Path | str,
     *,
     out: Path | str,
-    progress: "Callable[[RetrainStatus], None] | None" = None,
+    progress: Callable[[Any], None] | None = None,
 ) -> Result:
     """Compare small models trained on a selection, on random rows and on BM25's.
 
