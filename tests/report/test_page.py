@@ -361,7 +361,7 @@ def test_a_selection_that_is_not_better_is_not_recommended(tmp_path):
         (
             ("--budget", "5%"),
             True,
-            [r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run\)"],
+            [r"This extrapolates beyond the runs \([0-9.]+ times as far from the corpus as any run[;)]"],
         ),
     ],
     ids=["of documents", "by many values", "beyond the runs"],

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 import grasp
+from grasp.api import check_selection as checked
 from grasp.runs.training_runs import Utilities
-from grasp.select import check_selection as checked
 from tests.cli.grasp_command import refused, succeed
 
 

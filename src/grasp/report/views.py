@@ -24,8 +24,7 @@ View = dict[str, Any]
 MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
 ROWS_ON_FIRST_SCREEN = 3  # most helpful rows, if no label stands out
 BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
-SHARES_SHOWN = 30  # label values in the table of a selection
-CURVE_SHOWN = 12  # budgets in the table of a selection
+SHARES_SHOWN = 30  # label values in the table of a selection or mixture
 POINTS_SHOWN = 400  # points of a scatter plot
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 290.0, 12.0, 154.0  # plot area of a figure, in SVG units
 METRICS = {
@@ -87,19 +86,21 @@ def _bars(part: Contribution, slices: Any, targets: Any) -> list[View]:
 
 def decision(findings: Findings, targets: Sequence[str]) -> View:
     """Return the first screen: what to keep, the change to expect with its interval, and slices that stand out."""
-    summary = findings.selection
-    subject = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
-    share = summary.rows / findings.n_rows
+    summary, share = findings.selection, findings.selection.rows / findings.n_rows
+    weights = [change.weight for change in summary.targets]
+    subject = of = name(summary.targets[0].target)
+    if len(weights) > 1:
+        subject = f"{len(weights)} targets"
+        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {subject}"
     part_name = f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of the rows"
     if summary.documents is not None:
         part_name = f"the best {summary.documents:,} documents"
-    view: View = {"subject": subject, "kept": part_name, "rows": f"{summary.rows:,}", "tokens": f"{summary.tokens:,}"}
     compared = [plain(label.slices.label, 40) for label in findings.labels]
-    weights = [change.weight for change in summary.targets]
-    of = name(summary.targets[0].target)
-    if len(weights) > 1:
-        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {len(weights)} targets"
-    view |= {
+    view: View = {
+        "subject": subject,
+        "kept": part_name,
+        "rows": f"{summary.rows:,}",
+        "tokens": f"{summary.tokens:,}",
         "of": of,
         "changes": _expected(summary.targets, np.array(weights), summary),
         "outside": plain(summary.outside),
@@ -167,7 +168,7 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
         answer: View = {"target": target, "changes": [], "bars": [], "rows": [], "by_relevance": False}
         if findings.targets[t] in changes:
             answer["changes"] = _expected([changes[findings.targets[t]]], np.ones(1), findings.selection)
-        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(targets) > 1 else ""
+        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(set(findings.weights_T.tolist())) > 1 else ""
         if findings.labels and findings.labels[0].evidence:
             label = findings.labels[0]
             by_relevance = label.signs([t])[1]
@@ -347,51 +348,25 @@ def _cell(estimate: Estimate) -> View:
     return {"value": "undefined" if estimate.value is None else number(estimate.value), "interval": ends}
 
 
-def selection(summary: SelectionSummary) -> View:
-    """Return the selection: its predicted value, shares by label value, and the value of other budgets."""
-    points = list(zip(summary.curve.rows, summary.curve.value, summary.curve.effect, strict=True))
-    step = max(1, len(points) // CURVE_SHOWN)
-    # rows per label value, largest first; rare values are summed
-    n_rows = max(1, sum(label.pool for label in summary.labels))
-    n_selected = max(1, sum(label.selected for label in summary.labels))
-    values = unique_names([label.value for label in summary.labels], MAX_CELL_CHARS)
-    counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
-    counts.sort(key=lambda count: -count[2])
-    counts, tail = counts[:SHARES_SHOWN], counts[SHARES_SHOWN:]
+def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
+    """Return a selection or a mixture: the predicted changes, and the shares of the label values before and after."""
+    if isinstance(summary, MixtureSummary):
+        label, shares = plain(summary.label, 40), [(part.value, part.now, part.proposed) for part in summary.slices]
+    else:
+        pool, selected = (max(1, sum(getattr(part, key) for part in summary.labels)) for key in ("pool", "selected"))
+        label, shares = "value", [(part.value, part.pool / pool, part.selected / selected) for part in summary.labels]
+    names = unique_names([value for value, _, _ in shares], MAX_CELL_CHARS)
+    named = [(name, now, then) for name, (_, now, then) in zip(names, shares, strict=True)]
+    lines = sorted(named, key=lambda line: -line[2])
+    lines, tail = lines[:SHARES_SHOWN], lines[SHARES_SHOWN:]
     if tail:
-        counts.append((f"{len(tail):,} other values", sum(n for _, n, _ in tail), sum(n for _, _, n in tail)))
+        lines.append((f"{len(tail):,} other values", sum(line[1] for line in tail), sum(line[2] for line in tail)))
     return {
-        "title": "The selection",
-        "head": plain(summary.headline, 400),
-        "facts": [
-            ("value", f"{signed(summary.value)} (weighted mean of the targets)"),
-            ("guarantee", plain(summary.guarantee)),
-            ("protocol", plain(summary.protocol.name)),
-        ],
-        **_changes(summary.targets, summary.scale),
-        "curve": [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]],
-        "label": "value",
-        "columns": ["value", "corpus", "selection"],
-        "lines": [[value, f"{n / n_rows:.1%}", f"{k / n_selected:.1%}"] for value, n, k in counts],
-        "notes": [plain(note) for note in summary.notes],
-    }
-
-
-def mixture(summary: MixtureSummary) -> View:
-    """Return the mixture: current and proposed share of every slice, and the predicted changes."""
-    values = zip(unique_names([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
-    return {
-        "title": "The mixture",
+        "title": title,
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol.name}.", 400),
-        "facts": [],
         **_changes(summary.targets, summary.scale),
-        "curve": [],
-        "label": plain(summary.label, 40),
-        "columns": [plain(summary.label, 40), "current", "proposed"],
-        "lines": [
-            [value, f"{share.now:.1%}", f"{share.proposed:.1%}"]
-            for value, share in sorted(values, key=lambda pair: pair[1].now - pair[1].proposed)
-        ],
+        "label": label,
+        "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],
         "notes": [plain(note) for note in summary.notes],
     }
 

@@ -8,7 +8,7 @@ Welch and Satterthwaite. Start with `check_selection`. Shape letters: B sets of 
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,10 @@ from scipy.stats import t as student
 
 from grasp.api.retrain import retrain
 from grasp.arrays import F64
+from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, ranked
+from grasp.errors import SettingsError, TargetError
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
@@ -26,11 +28,10 @@ from grasp.results import Result
 from grasp.runs.retrained import RetrainedRuns
 from grasp.seeds import stream
 from grasp.select.summaries import SelectionSummary, read_summary
-
-if TYPE_CHECKING:
-    from grasp.retraining.worker import RetrainStatus
+from grasp.targets.load import target_name
 
 SETS = ("selection", "random", "bm25")
+SEEDS = 2  # models per set
 QUESTIONS = 256  # other questions per target
 LEVEL = 0.95
 
@@ -40,19 +41,17 @@ def check_selection(
     selection: Path | str,
     *,
     out: Path | str,
-    seeds: int = 2,
-    progress: "Callable[[RetrainStatus], None] | None" = None,
+    progress: Callable[[Any], None] | None = None,
 ) -> Result:
-    """Train small models on a selection, on random rows and on those of BM25, and compare them on other questions.
+    """Compare small models trained on a selection, on random rows and on BM25's.
 
-    The three sets have the same number of rows. The questions are those of the targets that the artifact was not built
-    with. An interrupted check continues with the same command.
+    The three sets have the same number of rows. The models are compared on questions of the targets that the artifact
+    was not built with. An interrupted check continues with the same command.
 
     Args:
         artifact: artifact of the selection.
         selection: .json or .parquet written by `grasp select --out`.
         out: directory of the runs; the three sets are written next to it.
-        seeds: models per set.
         progress: callback that receives every stage and step.
     Returns:
         One row per target and set: utility, and the gain over random rows with its 95 % interval, in nats per token.
@@ -76,12 +75,19 @@ def check_selection(
     corpus, table = artifact.manifest.fingerprints.get("corpus", ""), out.with_suffix(".parquet")
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
+    manifest = artifact.manifest
+    names = [*manifest.settings["targets"]["names"], *manifest.details.get(ADDED_TARGETS, ())]
+    if requested := [name for name in names if name in weights or target_name(name) in weights]:
+        questions["names"] = requested  # without the other targets of the artifact
     settings = {"subsets": str(table), "targets": questions}
-    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress)
+    try:
+        runs = retrain(like=artifact.location, out=out, seeds=SEEDS, settings=settings, progress=progress)
+    except TargetError as err:
+        raise SettingsError(f"check-selection: no questions that the artifact was not built with: {err}") from err
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
         pa.Table.from_pylist(lines),
-        f"{len(selected):,} of {n_rows:,} rows in each set, {seeds} models each, on other questions",
+        f"{len(selected):,} of {n_rows:,} rows in each set, {SEEDS} models each, on other questions",
         ("gain: against random rows, in nats per token; 95 % interval over questions and seeds",),
     )
 
