@@ -56,7 +56,7 @@ from grasp.report.example_rows import (
     collect_example_rows,
     explain_rows,
 )
-from grasp.runs.calibration import COVERAGE, LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
+from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
 from grasp.select.select import select
@@ -173,7 +173,6 @@ class Findings:
     runs: TrainingRuns | None = field(repr=False)
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
-    curve: LearningCurve | None
     selection: SelectionSummary  # that of another command, or the best 30 % of the rows
     mixture: MixtureSummary | Missing
 
@@ -305,7 +304,6 @@ def collect_findings(
         runs=runs,
         outcomes=outcomes,
         agreement=run_agreement,
-        curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
         selection=selection_summary,
         mixture=mixture_summary,
     )

@@ -13,7 +13,6 @@ from grasp import text
 from grasp.arrays import F64
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
-from grasp.runs.calibration import N_DRAWS
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
@@ -241,7 +240,7 @@ def slices(label: LabelFindings, weights_T: F64) -> View:
 
 
 def fidelity(findings: Findings) -> View | None:
-    """Return the comparison with retraining: metrics, one scatter plot per target, and learning curves."""
+    """Return the comparison with retraining: metrics, and one scatter plot per target."""
     agreement, runs = findings.agreement, findings.runs
     if isinstance(agreement, Missing) or runs is None:
         return None
@@ -290,39 +289,7 @@ def fidelity(findings: Findings) -> View | None:
         "others": [line for method in others for line in _fidelity_lines(method)],
         "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": scatters,
-        "draws": N_DRAWS,
-        "curves": _curves(findings, default_method),
     }
-
-
-def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
-    """Return one learning curve per target, scaled to the plot area, with the noise ceiling if it is known."""
-    curve = findings.curve
-    if curve is None or isinstance(findings.outcomes, Missing):
-        return []
-    low_KT, high_KT = curve.rho_KT - curve.std_KT, curve.rho_KT + curve.std_KT
-    least = min(0.0, float(low_KT.min(initial=0.0)))
-    left_K = np.linspace(LEFT + 10, RIGHT - 10, len(curve.counts))
-    slope = (BOTTOM - TOP) / (1.0 - least)  # pixels per unit of rho; at most 1 is shown
-    top_3KT = BOTTOM - slope * (np.minimum(np.stack([curve.rho_KT, low_KT, high_KT]), 1.0) - least)
-    views = []
-    for target, t in findings.outcomes.task_by_target.items():
-        row = next((row for row in default_method.targets if row.target.partition("@")[0] == target), None)
-        ceiling = None if row is None else row["task_ceiling"].value
-        ends = [f"{number(float(curve.rho_KT[k, t]), 2)} with {curve.counts[k]} runs" for k in (0, -1)]
-        views.append(
-            {
-                "caption": f"{name(target)}: rho " + ", ".join(ends).replace(" with 0 runs", " without runs"),
-                "dots": [
-                    [f"{x:.1f}", *(f"{pixel:.1f}" for pixel in top_3KT[:, k, t]), count]
-                    for k, (x, count) in enumerate(zip(left_K, curve.counts, strict=True))
-                ],
-                "ceiling": None if ceiling is None else f"{BOTTOM - slope * (min(ceiling, 1.0) - least):.1f}",
-                "y0": signed(least, 1) if least else "0",
-                "line": [name(target), *(signed(float(rho), 2) for rho in curve.rho_KT[:, t])],
-            }
-        )
-    return views
 
 
 def _fidelity_lines(result: MethodResult) -> list[View]:
