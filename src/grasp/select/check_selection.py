@@ -1,14 +1,15 @@
-"""Check a selection by training: small models on its rows, on random rows, and on those that BM25 finds.
+"""Check a selection by training: models on its rows, on random rows, and on those that BM25 finds.
 
-Each model is evaluated on questions of the targets that the artifact does not know. With d_q the difference of a
-question between two sets of rows, averaged over S seeds, and s^2 the variance between seeds, the variance of the mean
-over Q questions is var(d_q) / Q + 2 s^2 / S. Intervals are those of Student's distribution, with degrees of freedom by
-Welch and Satterthwaite. Start with `check_selection`. Shape letters: B sets of rows, S seeds, Q questions.
+Models are trained as the artifact predicts: small ones from scratch, or its model further by its recipe. Each model is
+evaluated on questions of the targets that the artifact does not know. With d_q the difference of a question between two
+sets of rows, averaged over S seeds, and s^2 the variance between seeds, the variance of the mean over Q questions is
+var(d_q) / Q + 2 s^2 / S. Intervals are those of Student's distribution, with degrees of freedom by Welch and
+Satterthwaite. Start with `check_selection`. Shape letters: B sets of rows, S seeds, Q questions.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +20,14 @@ from grasp.api.retrain import retrain
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, ranked
+from grasp.files import check_outputs, claim_directory
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.results import Result
-from grasp.runs.retrained import RetrainedRuns
+from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.seeds import stream
+from grasp.select.select import allowed_rows
 from grasp.select.summaries import SelectionSummary, read_summary
 
 if TYPE_CHECKING:
@@ -43,24 +46,27 @@ def check_selection(
     seeds: int = 2,
     progress: "Callable[[RetrainStatus], None] | None" = None,
 ) -> Result:
-    """Train small models on a selection, on random rows and on those of BM25, and compare them on other questions.
+    """Train models on a selection, on random rows and on those of BM25, and compare them on other questions.
 
-    The three sets have the same number of rows. The questions are those of the targets that the artifact was not built
-    with. An interrupted check continues with the same command.
+    The three sets have the same number of rows, and none that --exclude-where or --drop-leaks excluded. The questions
+    are those of the targets that the artifact was not built with. Models are trained as the artifact predicts: from
+    scratch or, with `--train further`, by its recipe. An interrupted check continues with the same command.
 
     Args:
         artifact: artifact of the selection.
         selection: .json or .parquet written by `grasp select --out`.
-        out: directory of the runs; the three sets are written next to it.
+        out: directory of the runs, with the three sets in sets.parquet.
         seeds: models per set.
         progress: callback that receives every stage and step.
     Returns:
         One row per target and set: utility, and the gain over random rows with its 95 % interval, in nats per token.
     Raises:
-        SettingsError: the selection is of another artifact, or there are no other questions.
+        SettingsError: the selection is of another artifact, or `out` is not a directory for the runs.
+        TargetError: there are no other questions.
     """
     selection, out = Path(selection), Path(out)
     summary = read_summary(SelectionSummary, selection.with_suffix(".json"), artifact)
+    claim_directory(out, MARKER, is_environment, artifact.protected_paths)
     weights = {change.target: change.weight for change in summary.targets}
     row_ids = pq.read_table(selection.with_suffix(".parquet"), columns=["row_id"])["row_id"].to_pylist()
     selected, n_rows = indices_of_row_ids(artifact, row_ids), artifact.n_rows
@@ -70,19 +76,29 @@ def check_selection(
     for target, weight in weights.items():
         score_N = np.asarray(scores.means(target), np.float64)
         by_words_N += weight * score_N / (score_N.std() or 1.0)
-    by_words = ranked(by_words_N, count=len(selected))
-    at_random = stream(0, "check selection").permutation(n_rows)[: len(selected)]
+    params = summary.params
+    allowed_N, _ = allowed_rows(artifact, weights, params.get("exclude_where"), drop_leaks=params["drop_leaks"])
+    listed = ["rows that --exclude lists are in the other sets"] * (params["excluded_rows"] > int((~allowed_N).sum()))
+    by_words = ranked(by_words_N, among_N=allowed_N, count=len(selected))
+    at_random = stream(0, "check selection").permutation(np.flatnonzero(allowed_N))[: len(selected)]
     sets = [WeightedRows(name, np.sort(rows)) for name, rows in zip(SETS, (selected, at_random, by_words), strict=True)]
-    corpus, table = artifact.manifest.fingerprints.get("corpus", ""), out.with_suffix(".parquet")
+    corpus, table = artifact.manifest.fingerprints.get("corpus", ""), out / "sets.parquet"
+    check_outputs({"out": table}, {"is the selection": selection.with_suffix(".parquet")})
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
     settings = {"subsets": str(table), "targets": questions}
-    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress)
+    train, recipe = map(artifact.manifest.settings.get, ("train", "recipe"))
+    how: dict[str, Any] = {
+        "train": train,
+        "recipe": recipe if train == "further" else None,
+    }  # else it is that of a replay
+    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress, **how)
+    sources = "questions and seeds" if seeds > 1 else "questions"
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
         pa.Table.from_pylist(lines),
-        f"{len(selected):,} of {n_rows:,} rows in each set, {seeds} models each, on other questions",
-        ("gain: against random rows, in nats per token; 95 % interval over questions and seeds",),
+        f"{len(selected):,} of {n_rows:,} rows in each set, models per set: {seeds}, on other questions",
+        (f"gain: against random rows, in nats per token; 95 % interval over {sources}", *listed),
     )
 
 
@@ -94,12 +110,14 @@ def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int |
     seed_variance = float(value_BSQ.mean(axis=2).var(axis=1, ddof=1).mean()) if n_seeds > 1 else 0.0
     for b, name in enumerate(SETS):
         line = {"target": target, "set": name, "questions": n_questions, "utility": float(value_BSQ[b].mean())}
-        gain_Q: F64 = (value_BSQ[b] - value_BSQ[1]).mean(axis=0)
-        parts = np.array([gain_Q.var(ddof=1) / n_questions, 2 * seed_variance / n_seeds])
-        freedom = np.array([n_questions - 1, max(n_sets * (n_seeds - 1), 1)])
-        total = parts.sum()
-        if name == "random":
-            yield line | dict.fromkeys(("gain", "gain_low", "gain_high"))
-            continue
-        half = student.ppf((1 + LEVEL) / 2, total**2 / (parts**2 / freedom).sum()) * np.sqrt(total)
-        yield line | {"gain": gain_Q.mean(), "gain_low": gain_Q.mean() - half, "gain_high": gain_Q.mean() + half}
+        line |= dict.fromkeys(("gain", "gain_low", "gain_high"))
+        if name != "random":
+            gain_Q: F64 = (value_BSQ[b] - value_BSQ[1]).mean(axis=0)
+            gain = line["gain"] = float(gain_Q.mean())
+            if n_questions > 1:
+                parts = np.array([gain_Q.var(ddof=1) / n_questions, 2 * seed_variance / n_seeds])
+                freedom = np.array([n_questions - 1, max(n_sets * (n_seeds - 1), 1)])
+                total = parts.sum()
+                scale = student.ppf((1 + LEVEL) / 2, total**2 / (parts**2 / freedom).sum()) if total > 0 else 0.0
+                line |= {"gain_low": gain - scale * np.sqrt(total), "gain_high": gain + scale * np.sqrt(total)}
+        yield line
