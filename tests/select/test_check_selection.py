@@ -65,7 +65,9 @@ def test_the_sets_have_equal_sizes_and_the_questions_are_others(art, tmp_path, c
 def test_models_are_trained_as_the_artifact_predicts(art, tmp_path, calls):
     succeed("select", art, "--budget", "30%", "--target", "facts", "--out", tmp_path / "kept.parquet")
     artifact = grasp.open(art).files
-    artifact.manifest.settings.update(train="further", recipe={"num_train_epochs": 2.0})
+    artifact.manifest.settings.update(
+        train="further", recipe={"num_train_epochs": 2.0, "lora_r": None, "lora_target_modules": "all-linear"}
+    )
     result = checked.check_selection(artifact, tmp_path / "kept.json", out=tmp_path / "runs", seeds=1)
     assert "seeds" not in result.notes[0]
     assert calls[0]["train"] == "further"

@@ -87,12 +87,12 @@ def check_selection(
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
     settings = {"subsets": str(table), "targets": questions}
-    train, recipe = map(artifact.manifest.settings.get, ("train", "recipe"))
-    how: dict[str, Any] = {
-        "train": train,
-        "recipe": recipe if train == "further" else None,
-    }  # else it is that of a replay
-    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress, **how)
+    recipe, training = artifact.manifest.settings.get("recipe"), dict[str, Any]()
+    training["train"] = artifact.manifest.settings.get("train")
+    if training["train"] == "further" and recipe is not None:  # else it is that of a replay
+        # fields of an adapter without a rank would be those of an incomplete one
+        training["recipe"] = {name: recipe[name] for name in recipe if recipe["lora_r"] or not name.startswith("lora_")}
+    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress, **training)
     sources = "questions and seeds" if seeds > 1 else "questions"
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
