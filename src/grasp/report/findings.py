@@ -44,8 +44,10 @@ from grasp.artifact.rows import (
     suggest_labels,
 )
 from grasp.errors import ProtocolLeakError, RunsError
+from grasp.models.build_source import WARM_UP
+from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
 from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
@@ -61,7 +63,7 @@ from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
 from grasp.select.select import select
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
-from grasp.text import MAX_CELL_CHARS, unique_names
+from grasp.text import MAX_CELL_CHARS, parse_json, unique_names
 from grasp.yaml_files import read_yaml, yaml_text
 
 DEFAULT_BUDGET = "30%"  # of the selection, if none is given
@@ -150,6 +152,7 @@ class Findings:
     command: str  # command line of the report
     flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
     settings: str  # YAML for `grasp build --config`
+    warm_up: str  # option of `grasp build` with the steps before the model was read; empty if there are none
     runs_settings: str  # YAML for `grasp retrain --config`; empty if there is none
     # the artifact
     artifact_path: str
@@ -174,6 +177,7 @@ class Findings:
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
     curve: LearningCurve | None
+    selection_protocol: Path | None  # file of the scoring rule of the selection; None: the built-in rule
     selection: SelectionSummary  # that of another command, or the best 30 % of the rows
     mixture: MixtureSummary | Missing
 
@@ -277,6 +281,9 @@ def collect_findings(
     )
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
+    settings, warm_up = artifact.manifest.settings, _warm_up_record(artifact)
+    if warm_up is not None:  # the build trained the model that it read
+        settings = settings | {"model": settings["model"] | {"path": warm_up["model"]}}
     return Findings(
         command=command,
         flags={
@@ -284,7 +291,8 @@ def collect_findings(
             "--protocol": protocol_path,
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
-        settings=yaml_text(artifact.manifest.settings),
+        settings=yaml_text(settings),
+        warm_up="" if warm_up is None else f" --warm-up {warm_up['steps']}",
         runs_settings=runs_settings,
         artifact_path=artifact.location,
         n_rows=artifact.n_rows,
@@ -306,9 +314,22 @@ def collect_findings(
         outcomes=outcomes,
         agreement=run_agreement,
         curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
+        selection_protocol=protocol_path if selection is None else _protocol_file(selection, artifact),
         selection=selection_summary,
         mixture=mixture_summary,
     )
+
+
+def _protocol_file(selection: Path, artifact: ArtifactReader) -> Path | None:
+    """Return the scoring rule that is saved with a selection, or None if it is the built-in one."""
+    path, built_in = selection.with_suffix(".protocol.yaml"), resolve_protocol(None, artifact)
+    return None if not path.exists() or load_protocol(path) in (built_in, built_in.additive) else path
+
+
+def _warm_up_record(artifact: ArtifactReader) -> Mapping[str, Any] | None:
+    """Return the model before the training steps of the build, and their number; None if it took none."""
+    path = Path(artifact.resolve_path(str(artifact.manifest.settings.get("model", {}).get("path")))) / WARM_UP
+    return parse_json(path.read_bytes()) if path.exists() else None
 
 
 def display_unit(unit: str) -> str:

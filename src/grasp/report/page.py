@@ -159,7 +159,7 @@ def _commands(findings: Findings) -> View:
     art = shlex.quote(findings.artifact_path)
     target = shlex.quote(format_targets({change.target: change.weight for change in findings.selection.targets}))
     runs_record = findings.runs
-    reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
+    reproduce, actions, runs = [f"grasp build --config run.yaml{findings.warm_up} --out {art}"], [], ""
     if runs_record is not None:
         runs_path = shlex.quote(str(runs_record.path))
         runs = f" --runs {runs_path}"
@@ -187,10 +187,12 @@ def _commands(findings: Findings) -> View:
 def _select_options(findings: Findings) -> str:
     """Return the options of `grasp select` with which the selection of the page was made."""
     params = findings.selection.params
-    values = [
-        (f"--{key.replace('_', '-')}", params.get(key)) for key in ("budget", "train_tokens", "by", "exclude_where")
+    values: list[tuple[str, Any]] = [
+        (f"--{key.replace('_', '-')}", getattr(params, key))
+        for key in ("budget", "train_tokens", "by", "exclude_where")
     ]
-    values += [(f"--{key}", value) for key in ("floor", "cap") for value in params.get(key, ())]
+    values += [(f"--{key}", value) for key in ("floor", "cap") for value in getattr(params, key)]
+    values += [("--protocol", findings.selection_protocol)]
     values += [("--runs", findings.runs.path)] if findings.runs is not None and findings.selection.runs_unit else []
-    flags = ["--drop-leaks"] if params.get("drop_leaks") else []
+    flags = [f"--{key.replace('_', '-')}" for key in ("drop_leaks", "cautious") if getattr(params, key)]
     return " " + shlex.join([*(part for flag, value in values if value for part in (flag, f"{value}")), *flags])

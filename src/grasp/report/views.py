@@ -93,15 +93,26 @@ def decision(findings: Findings, targets: Sequence[str]) -> View:
     part_name = f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of the rows"
     if summary.documents is not None:
         part_name = f"the best {summary.documents:,} documents"
-    view: View = {"subject": subject, "kept": part_name, "rows": f"{summary.rows:,}", "tokens": f"{summary.tokens:,}"}
     compared = [plain(label.slices.label, 40) for label in findings.labels]
     weights = [change.weight for change in summary.targets]
     of = name(summary.targets[0].target)
     if len(weights) > 1:
         of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {len(weights)} targets"
-    view |= {
+    changes = _expected(summary.targets, np.array(weights), summary)
+    verdicts = {
+        "helps": f"keep {part_name}",
+        "hurts": f"keep the whole corpus: {part_name} are worse",
+        "unsure": f"{part_name} cannot be told from the whole corpus",
+        "": f"{part_name} have no interval, so whether they are better is unknown",
+    }
+    # that of the runs, if there are any
+    verdict = verdicts[changes[-1]["kind"] or ("unsure" if changes[-1]["interval"] else "")]
+    view: View = {
+        "heading": f"For {subject}, {verdict}",
+        "rows": f"{summary.rows:,}",
+        "tokens": f"{summary.tokens:,}",
         "of": of,
-        "changes": _expected(summary.targets, np.array(weights), summary),
+        "changes": changes,
         "outside": plain(summary.outside),
         "compared": compared,
         "label": "",
