@@ -42,7 +42,6 @@ LAST_BLOCK = ["block:-1", "final_norm"]
 FORWARD: dict[str, dict[str, Any]] = {
     "bm25": {"method": "bm25"},
     "repsim": {"method": "activation_similarity", "centre": True},
-    "ngram": {"method": "ngram"},
     "loss": {"method": "loss"},
     "length": {"method": "length"},
     "random": {"method": "random"},

@@ -136,7 +136,6 @@ def _both(world: World, target: str, known: I64, draw: int) -> F64:
 METHODS: dict[str, Any] = {
     "random": _random,
     "bm25": _of_units("bm25"),
-    "ngram": _of_units("ngram"),
     "perplexity": _perplexity,
     "dsir": _dsir,
     "classifier": _classifier,

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-_NEW = {"output_layer": 1.0, "embedding": 1.0, "knn": 1.0}
-_BACKWARD = {"output_layer": 1.0, "embedding": 1.0, "gradient": 1.0}
-_FORWARD = {"output_layer": 1.0, "embedding": 1.0, "hidden_bias": 1.0, "hidden_linear": 1.0}
+_NEW = ("output_layer", "embedding", "knn")
+_BACKWARD = ("output_layer", "embedding", "gradient")
+_FORWARD = ("output_layer", "embedding", "hidden_bias", "hidden_linear")
 
-# Weights of the kernels, by rule and kind of training (None: models of readers); after a training of any length.
-WEIGHTS: dict[tuple[str, str | None], dict[str, float]] = {
+# Kernels, by rule and kind of training (None: models of readers); their weights are in `BuiltRule.of`.
+KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("default", "new"): _NEW,
     ("forward", "new"): _NEW,
     ("default", "further"): _BACKWARD,
     ("forward", "further"): _FORWARD,
-    ("default", None): {"output_layer": 1.0},
-    ("forward", None): {"output_layer": 1.0},
+    ("default", None): ("output_layer",),
+    ("forward", None): ("output_layer",),
 }
 WEIGHT_SCALE = 0.02  # standard deviation of the initial weights of common models
 SKETCHES = ("hidden_sketch", "residual_sketch")  # computed by every build, for redundancy, maps and intervals
@@ -47,9 +47,10 @@ class BuiltRule:
 
     @classmethod
     def of(cls, kernels: Sequence[str], learning_rate_sum: float = 0.0) -> Self:
-        """Return the rule of an artifact with these kernels: the weights of the table, as far as the kernels exist.
+        """Return the rule of an artifact with these kernels: those of the table, as far as they exist.
 
-        Without output_layer, which another rule built, all weights are 1.
+        All weights are 1, but for s / (s + WEIGHT_SCALE) beside `gradient`, if it is above 0. `predict.scoring_rule`
+        reads the rule and adds the weight of a replay.
 
         Args:
             kernels: kernels that the artifact has.

@@ -26,7 +26,7 @@ from pydantic import (
 from grasp.entry_points import entries, load
 from grasp.errors import SettingsError
 from grasp.file_readers import claimed
-from grasp.kernel_table import SKETCHES, WEIGHTS
+from grasp.kernel_table import KERNELS, SKETCHES
 from grasp.yaml_files import get_setting, set_setting, validated
 
 READERS = "grasp.readers"  # entry points of readers, see `grasp.readers` and `grasp.file_readers`
@@ -408,7 +408,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = WEIGHTS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
@@ -440,7 +440,9 @@ class BuildSettings(Settings):
         None, description="Artifact whose moments are used instead of estimating them, so that both can be merged."
     )
     shard_rows: int = Field(
-        SHARD_ROWS, ge=1, description="Rows per shard; an interrupted build loses at most one shard."
+        SHARD_ROWS,
+        ge=1,
+        description="Rows per shard; a build that is interrupted while it scores rows loses at most one shard.",
     )
     array_dtype: Literal["float16", "float32"] = Field("float16", description="Type of the stored arrays.")
     keep_features: bool = Field(

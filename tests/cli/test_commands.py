@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from grasp.api.retrain import _settings_of_artifact
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.predictor import Predictor
@@ -147,6 +148,14 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
         assert done.out.startswith(f"{out}: 65 rows x 6 units (facts)")
 
 
+def test_a_build_that_fails_before_it_writes_leaves_nothing(root, art, tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"body": "a text"}\n')
+    config = ("--config", art / "run.yaml", "--corpus", tmp_path / "empty.jsonl")
+    assert "text column" in refused("build", *config, "--out", tmp_path / "art")
+    assert not (tmp_path / "art").exists()
+    assert "grasp build --add-target" in run("add-target", "art").err
+
+
 @pytest.mark.parametrize(("keep", "how"), [(True, "from the stored features"), (False, "by a pass over")])
 def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_path, keep, how):
     write_targets(tmp_path / "more.jsonl", task="more", n_units=4, seed=5)
@@ -165,6 +174,8 @@ def test_an_added_target_is_stored_and_the_old_one_is_unchanged(root, art, tmp_p
     effect_N = effects(out, columns=slice(6, None), target="more")
     assert float(best["effect"]) == pytest.approx(effect_N.max(), rel=1e-3)
     assert "more" in refused("build", "--out", out, "--add-target", tmp_path / "more.jsonl")
+    like = _settings_of_artifact(out, {"family": "uniform:0.5"})  # of `retrain --like`
+    assert like["targets"]["names"][1:] == [str(tmp_path / "more.jsonl")]
 
 
 # score

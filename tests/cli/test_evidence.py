@@ -290,7 +290,7 @@ def test_controls_are_selected_on_development_and_shown_side_by_side(art, env, o
     other = Path(shutil.copytree(env, tmp_path / "other"))
     plant_protocol(other, art)
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
-    command = ["controls", art, "--runs", own_env, "--family", tmp_path / "family.yaml", "--resamples", 20]
+    command = ["controls", art, "--runs", own_env, "--family", tmp_path / "family.yaml"]
     assert_mentions(refused(*command), "held out", "development")
     leak = refused(*command, "--development", own_env, "--development", other)
     assert_mentions(leak, "selection", "held-out")
@@ -329,7 +329,7 @@ def test_calibrate_selects_the_planted_protocol_and_writes_it(art, env, tmp_path
         plant_protocol(place, art)
     out, result = tmp_path / "chosen.yaml", tmp_path / "r.json"
     text = succeed(
-        *("calibrate", art, "--runs", first, "--runs", second, "--resamples", 50),
+        *("calibrate", art, "--runs", first, "--runs", second),
         *("--family", tmp_path / "family.yaml", "--out", out),
     ).out
     lines = text.splitlines()

@@ -24,8 +24,8 @@ from grasp.artifact.manifest import MARKER, RUN
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, ProtocolError, SettingsError
 from grasp.files import discard
+from grasp.kernel_table import KERNELS, BuiltRule
 from grasp.kernel_table import SKETCHES as BOTH_SKETCHES
-from grasp.kernel_table import WEIGHTS, BuiltRule
 from grasp.kernels import kernel as kernel_module
 from grasp.kernels.kernel import make_kernels, needs_backward, relevance_scale
 from grasp.kernels.sketch import CountSketch
@@ -388,11 +388,11 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    for (which, train), named in WEIGHTS.items():
+    for (which, train), named in KERNELS.items():
         features = FeatureSettings(rule=which).decided(train)
         assert features.kernels == (*named, *BOTH_SKETCHES)
-        assert BuiltRule.of(list(named), 1e9) == BuiltRule(named, train == "new"), (which, train)
-    assert {train for _, train in WEIGHTS} == {"new", "further", None}
+        assert BuiltRule.of(named, 1e9) == BuiltRule(dict.fromkeys(named, 1.0), train == "new"), (which, train)
+    assert {train for _, train in KERNELS} == {"new", "further", None}
     assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
 
 
@@ -693,7 +693,7 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
-    return {"kernels": (*WEIGHTS["default", train], "pooled", *SKETCHES)}
+    return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")

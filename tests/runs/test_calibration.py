@@ -23,7 +23,7 @@ from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex
 from grasp.predict.weights import Weights
 from grasp.runs.alignment import Alignment
-from grasp.runs.calibration import WITHIN_SLICE_WEIGHT, SubsetFeaturizer, fit_outcomes, learning_curve
+from grasp.runs.calibration import WITHIN_SLICE_WEIGHT, SubsetFeaturizer, fit_outcomes
 from grasp.runs.imported_runs import bind_runs, row_weights
 from grasp.runs.table import RunTable
 from grasp.select.mix import mix
@@ -73,19 +73,6 @@ def imported(values=TOPICS, n=30, **fields):
     """Import runs in which the second value helps with decreasing returns."""
     share_RG = np.random.default_rng(2).dirichlet(np.ones(len(values)), n)
     return runs_of(share_RG, 0.2 + 0.1 * np.log(share_RG[:, 1] + 0.02), values, **fields), share_RG
-
-
-def test_a_learning_curve_rises_if_relevance_is_uninformative_and_ends_with_the_runs(artifact):
-    runs, _ = imported()
-    predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
-    expected = fit_outcomes(predictor, artifact, runs)
-    curve = learning_curve(expected)
-    assert curve.counts == (0, 4, 8, 16)
-    assert curve.rho_KT.shape == curve.std_KT.shape == (4, 1)
-    assert curve.rho_KT[-1, 0] > max(0.7, curve.rho_KT[0, 0] + 0.2)
-    np.testing.assert_array_equal(curve.rho_KT, learning_curve(expected).rho_KT)
-    few, _ = imported(n=15)
-    assert learning_curve(fit_outcomes(predictor, artifact, few)) is None
 
 
 def test_all_functions_agree_and_the_corpus_has_no_uncertainty(artifact, environment, ask):

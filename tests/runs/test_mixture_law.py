@@ -67,7 +67,7 @@ def test_the_fit_equals_bounded_least_squares_in_a_loop():
     law, held_out_RT = MixtureLaw.fit(share_RG, utility_RT)
     best, expected_RT, coefficient_TJ = reference(share_RG, utility_RT)
     assert law.exponent_T.tolist() == [gamma for gamma, *_ in best]
-    np.testing.assert_allclose(held_out_RT, expected_RT, rtol=1e-6)
+    np.testing.assert_allclose(held_out_RT + law.mean_T, expected_RT, rtol=1e-6)
     np.testing.assert_allclose(law.coefficient_TJ, coefficient_TJ, rtol=1e-5, atol=1e-8)
 
 
@@ -75,7 +75,7 @@ def test_a_planted_law_predicts_other_mixtures():
     share_RG, utility_RT = planted(24, noise=0.002)
     law, _ = MixtureLaw.fit(share_RG, utility_RT)
     test_BG, truth_BT = planted(200, seed=1)
-    error_BT = law.predict(test_BG) - truth_BT
+    error_BT = law.predict(test_BG) + law.mean_T - truth_BT
     assert np.abs(error_BT).mean() < 0.1 * truth_BT.std(axis=0).mean()
 
 
@@ -86,16 +86,28 @@ def test_predictions_follow_the_unit_of_a_metric_and_the_order_of_values(scale, 
     order = np.random.default_rng(seed).permutation(N_VALUES)
     law, held_out_RT = MixtureLaw.fit(share_RG, utility_RT)
     other, other_held_out_RT = MixtureLaw.fit(share_RG[:, order], scale * utility_RT + offset)
-    np.testing.assert_allclose(other_held_out_RT, scale * held_out_RT + offset, rtol=1e-6, atol=1e-6 * scale)
+    np.testing.assert_allclose(other_held_out_RT, scale * held_out_RT, rtol=1e-6, atol=1e-6 * scale)
     predicted_RT = other.predict(share_RG[:, order])
-    np.testing.assert_allclose(predicted_RT, scale * law.predict(share_RG) + offset, rtol=1e-6, atol=1e-6 * scale)
+    np.testing.assert_allclose(predicted_RT, scale * law.predict(share_RG), rtol=1e-6, atol=1e-6 * scale)
+
+
+def test_predictions_of_the_process_with_the_law_follow_the_offset_of_a_metric():
+    share_RG, utility_RT = planted(12, noise=0.01, seed=10)
+    features = SubsetFeatures.from_shares(np.eye(N_VALUES), N_METRICS)
+    predictions = []
+    for offset in (0.0, 100.0):
+        law, process = fit_process(share_RG, utility_RT[:, None] + offset)
+        assert law is not None
+        mean_BT, _ = process.predict(replace(features, relevance_BT=law.predict(features.share_BG)))
+        predictions.append(mean_BT - offset)
+    np.testing.assert_allclose(*predictions, atol=1e-4)
 
 
 def test_a_mixture_without_any_value_that_helps_has_a_finite_utility():
     share_RG, utility_RT = planted(12)
     law, _ = MixtureLaw.fit(share_RG, utility_RT)
     lowest_T = utility_RT.min(axis=0) - np.ptp(utility_RT, axis=0)
-    assert (law.predict(np.eye(N_VALUES)) >= lowest_T).all()
+    assert (law.predict(np.eye(N_VALUES)) + law.mean_T >= lowest_T - 1e-12).all()
 
 
 def test_held_out_residuals_of_the_process_equal_kriging_from_the_other_runs():

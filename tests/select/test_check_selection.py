@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
+from grasp.api import check_selection as checked
 from grasp.runs.training_runs import Utilities
-from grasp.select import check_selection as checked
 from tests.cli.grasp_command import refused, succeed
 
 
@@ -68,10 +68,9 @@ def test_models_are_trained_as_the_artifact_predicts(art, tmp_path, calls):
     artifact.manifest.settings.update(
         train="further", recipe={"num_train_epochs": 2.0, "lora_r": None, "lora_target_modules": "all-linear"}
     )
-    result = checked.check_selection(artifact, tmp_path / "kept.json", out=tmp_path / "runs", seeds=1)
-    assert "seeds" not in result.notes[0]
-    assert calls[0]["train"] == "further"
-    assert calls[0]["recipe"] == {"num_train_epochs": 2.0}
+    checked.check_selection(artifact, tmp_path / "kept.json", out=tmp_path / "runs")
+    assert calls[0]["settings"]["train"] == "further"
+    assert calls[0]["settings"]["fine_tuning"] == {"num_train_epochs": 2.0}
 
 
 def test_a_gain_is_within_its_interval_and_counts_the_noise_of_seeds():
@@ -88,6 +87,6 @@ def test_one_question_has_no_interval_and_equal_values_one_of_width_0():
     single = next(checked._compare(fake_runs([0.5, 0.0, 0.0], questions=1), "facts"))
     assert single["gain"] is not None
     assert single["gain_low"] is None
-    runs = fake_runs([0.5, 0.0, 0.0], seeds=1)
+    runs = fake_runs([0.5, 0.0, 0.0])
     runs.utilities("facts").values_BSE[:] = 1.0
     assert [next(checked._compare(runs, "facts"))[f"gain{end}"] for end in ("", "_low", "_high")] == [0.0, 0.0, 0.0]

@@ -88,11 +88,11 @@ def test_the_joint_posterior_agrees_with_single_predictions():
 def test_proposals_differ(runs):
     model = MixtureModel.from_runs(runs, "sciq/loss")
     share_BG = np.concatenate([model.share_RG[:5], np.random.default_rng(4).dirichlet(np.full(3, 0.3), 20)])
-    picked, gains = most_informative(model.gaussian_process, model.features(share_BG), 6, np.random.default_rng(0))
+    picked, gains, _ = most_informative(model.gaussian_process, model.features(share_BG), 6, np.random.default_rng(0))
     assert len(set(picked)) == len(picked) <= 6
     assert min(gains[1:], default=1.0) > 0  # no run that is not expected to change the result
     noisy = MixtureModel.from_runs(runs_of(model.share_RG, noise=0.5), "sciq/loss")
-    picked, gains = most_informative(noisy.gaussian_process, noisy.features(share_BG), 6, np.random.default_rng(0))
+    picked, gains, _ = most_informative(noisy.gaussian_process, noisy.features(share_BG), 6, np.random.default_rng(0))
     assert len(set(picked)) == 6
     assert min(gains) > 0
     assert gains == sorted(gains, reverse=True)

@@ -9,7 +9,9 @@ arrays/NAME/scale.npy         per column: value = stored * scale * the array's g
 shards/00000.json .parquet    completion mark and row table of a shard
 features/                     stored features, if any
 extensions/J/                 build.json and shards/ of the J-th extension, whose arrays are NAME.J
-tokens/                       the rows, if they are stored
+tokens/                       the rows, if they are stored; replays and retrainings read them
+model/ tokenizer/             a model that the build trained: a proxy, or after a warm-up (warm-up.json)
+warm-up/ replay/              states of an unfinished warm-up or replay
 work/                         temporary files of a build in progress
 .grasp-artifact               marks the directory as an artifact; lock of the writer
 
@@ -41,6 +43,7 @@ SUM = "sum."  # totals over all rows
 # Files and directories
 MARKER = ".grasp-artifact"
 TOKENS = "tokens"
+MODEL, TOKENIZER = "model", "tokenizer"
 FEATURES = "features"
 REPLAY = "replay"  # directory of intermediate results while a replay is in progress
 RUN = "run.yaml"

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 from safetensors import safe_open
 
 from grasp.arrays import F32, I64, Integers
@@ -297,8 +298,17 @@ class ArtifactReader:
 
     @property
     def rule(self) -> BuiltRule:
-        """Return the weights of the kernels in predictions, as the build recorded them."""
-        return BuiltRule(**self.manifest.details["rule"])
+        """Return the weights of the kernels in predictions, as the build recorded them.
+
+        Raises:
+            ArtifactError: the manifest has no valid rule.
+        """
+        try:
+            return TypeAdapter(BuiltRule).validate_python(self.manifest.details.get("rule"))
+        except ValidationError as err:
+            raise ArtifactError(
+                f"{self.location}: manifest.json: details.rule: {err.errors()[0]['msg']}; rebuild it"
+            ) from err
 
     def relevance_name(self, kernel: str) -> str:
         """Return the name of the relevance array of a kernel.

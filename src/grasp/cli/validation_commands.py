@@ -102,10 +102,10 @@ def retrain(
 @command(
     "grasp check-selection art --selection kept.json --out check",
     name="check-selection",
-    verb="grasp.select.check_selection",
+    verb="grasp.api.check_selection",
 )
 def check_selection(art: Art, **params: Any) -> None:
-    from grasp.select.check_selection import check_selection as check
+    from grasp.api.check_selection import check_selection as check
 
     with Watch() as watch:
         result = check(grasp.open(art).files, **params, progress=watch.runs)

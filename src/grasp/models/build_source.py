@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grasp.artifact.manifest import MODEL
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.labels import IDS_COLUMN
 from grasp.corpus.row_store import RowStore
@@ -18,8 +19,8 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.hub import only_here
 from grasp.readers import load_reader
 from grasp.settings import BuildSettings, ModelSettings, build_settings, without_foreign_code
+from grasp.store.records import JsonModel, read_record
 from grasp.targets.units import UnitSet, UnitTokens, stored_tokens, stored_units
-from grasp.text import parse_json
 from grasp.yaml_files import get_setting
 
 WARM_UP = "warm-up.json"  # in the directory of a model that `grasp.pipeline.warm_up` trained, with the model before
@@ -27,6 +28,26 @@ WARM_UP = "warm-up.json"  # in the directory of a model that `grasp.pipeline.war
 if TYPE_CHECKING:
     from grasp.models.forward_pass import Reference
     from grasp.models.tokenizer import HfTokenizer
+
+
+class WarmUpRecord(JsonModel):
+    """The training of a model to a state in the middle of a training, see `grasp.pipeline.warm_up`.
+
+    Attributes:
+        model: path of the model before it.
+        fingerprint: of this model.
+        corpus: path of the corpus.
+        recipe: training by name of setting. None: the default.
+        steps: steps that were requested. None: half of the training.
+        seed: seed of the order of the rows.
+    """
+
+    model: str
+    fingerprint: str
+    corpus: str
+    recipe: dict[str, Any] | None
+    steps: int | None
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -52,9 +73,11 @@ class BuildSource:
         manifest = self.artifact.manifest
         location = str(self.artifact.path / "manifest.json")
         settings = build_settings(without_foreign_code(manifest.settings, location, self.overrides), location)
+        trained = self.artifact.path / MODEL  # a path of the user is then that of the model before a warm-up
+        path = str(trained) if (trained / WARM_UP).exists() else self._current_path("model.path", settings.model.path)
         model = settings.model.model_copy(
             update={
-                "path": self._current_path("model.path", settings.model.path),
+                "path": path,
                 "tokenizer": settings.model.tokenizer
                 and self._current_path("model.tokenizer", settings.model.tokenizer),
                 "dtype": manifest.made_by.get("dtype", "auto"),
@@ -124,22 +147,27 @@ class BuildSource:
     def start_settings(self) -> ModelSettings:
         """Return the settings of the model that a training begins with: of a warm-up, those of the model before it."""
         model = self.settings.model
-        record = Path(model.path) / WARM_UP
-        if not record.exists():
+        if self.warm_up is None:
             return model
-        path = self.artifact.resolve_path(parse_json(record.read_bytes())["model"])
-        return model.model_copy(update={"path": path})
+        return model.model_copy(update={"path": self._current_path("model.path", self.warm_up.model)})
+
+    @cached_property
+    def warm_up(self) -> WarmUpRecord | None:
+        """Return the record of the warm-up that trained the model of this artifact, or of the artifact `like`."""
+        directory = Path(self.settings.model.path)
+        is_own = directory == self.artifact.path / MODEL or self.settings.like is not None
+        return read_record(directory / WARM_UP, WarmUpRecord) if is_own and (directory / WARM_UP).exists() else None
 
     def start(self) -> "Reference":
         """Load the model that a training begins with."""
-        if self.start_settings.path == self.settings.model.path:
+        if self.warm_up is None:
             return self.model
-        recorded = parse_json((Path(self.settings.model.path) / WARM_UP).read_bytes())["fingerprint"]
         with self._without_downloads():
             start = load_reference(self.start_settings)
-        if start.fingerprint() != recorded:
+        if self.warm_up is not None and start.fingerprint() != self.warm_up.fingerprint:
             raise ArtifactError(
-                f"{self.start_settings.path}: is not the model that {self.artifact.location} began with"
+                f"{self.start_settings.path}: is not the model that {self.artifact.location} began with; give "
+                "its place with --set model.path=..."
             )
         return start
 

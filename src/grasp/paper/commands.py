@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 import grasp
-from grasp.cli.app import command, option, rare
+from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs, print_evaluation, print_result
 from grasp.cli.options import Art, JsonFile, split_names
 from grasp.errors import SettingsError
@@ -31,7 +31,6 @@ def calibrate(
         "--family FILE", "Candidate protocols. Default: the built-in family, shortened for few subsets.", None
     ),
     listing: Path | None = option("--list FILE", "Write the built-in family as a template, and exit.", None),
-    resamples: int = rare("--resamples N", "Bootstrap resamples of the subsets.", 1_000, min=10),
 ) -> None:
     """Select a scoring protocol on retrained subsets.
 
@@ -67,7 +66,6 @@ def calibrate(
         runs,
         family=family,
         target=split_names(target),
-        resamples=resamples,
         name=out.stem,
     )
     record = result.save(out)
@@ -79,7 +77,8 @@ def calibrate(
     "grasp controls art --runs test --development dev",
     "grasp controls art --runs dev --family family.yaml --csv controls.csv",
     verb="grasp.paper.controls",
-    more="partial resamples",
+    more="partial",
+    python="resamples",
     group=commands,
     section=SECTION,
 )

@@ -203,8 +203,10 @@ def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
     """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: the model cannot be trained on the corpus; or a check of a new model.
+        SettingsError: the model cannot be trained on the corpus, the rows are not stored, or a check of a new model.
     """
+    if not settings.keep_tokens:
+        raise SettingsError("--replay: reads the rows that the build stores; got keep_tokens: false, remove it")
     if replay.check and settings.train == "new":
         raise SettingsError(
             "--check: needs derivatives of all steps, but those of the first third of a new model's training are noise "

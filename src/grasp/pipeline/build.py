@@ -103,13 +103,13 @@ def build(
             with the predicted one.
         warm_up: take the first N steps of the training that is predicted, and read the corpus with the result; 0: read
             it with the model itself. Default: half of the steps of --recipe, since predictions of fine-tuning are more
-            accurate there; 0 without it, and for adapters and preference pairs.
+            accurate there; 0 without it, for adapters, preference pairs and URLs, and in Python for objects.
         recipe: settings of the training that is predicted, which --replay differentiates and --warm-up begins; how long
             it is also matters to gradients (--train further). A YAML or JSON file with the names of TrainingArguments,
             SFTConfig or Axolotl. Default: one epoch in batches of 16, at most 192
             steps; for a new model, a small one from scratch, 4 epochs in batches of 32, at most 320 steps.
         settings: further settings, nested, or a YAML file; arguments override them.
-        resume: resume an interrupted build, with its settings.
+        resume: resume an interrupted build, with its settings; name --replay again.
         untrained: accept a model that predicts no better than chance.
         cluster: Ray workers that run the model.
     Raises:
@@ -157,7 +157,8 @@ def build(
             config, place, in_memory=plan.in_memory, cluster=cluster, must_be_trained=not untrained, progress=progress
         )
         if plan.replay is not None:
-            user, reference = config.model_dump(mode="json"), plan.in_memory.model
+            # the settings of the user: of the model before a warm-up, with which a replay begins
+            user, reference = plan.settings.model_dump(mode="json"), plan.in_memory.model
             replay_targets(place, plan.recipe, plan.replay, overrides=user, model=reference, progress=progress)
     if output.url is not None:
         progress.stage("sending", rows=None, tokens=None)

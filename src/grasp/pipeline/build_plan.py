@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from grasp.artifact.manifest import RUN
+from grasp.artifact.manifest import MODEL, RUN
 from grasp.corpus.sources import IN_MEMORY, Source, table_source
 from grasp.errors import CorpusError, SettingsError, TargetError
 from grasp.models.causal_lm import ReferenceModel
@@ -22,7 +22,7 @@ from grasp.models.checkpoint import dtype_name
 from grasp.pipeline.add_replay import refuse_replay
 from grasp.pipeline.inputs import InMemory
 from grasp.pipeline.pipeline import resolve_settings
-from grasp.pipeline.proxy import CONTEXT, MODEL
+from grasp.pipeline.proxy import CONTEXT
 from grasp.pipeline.replay_plan import read_recipe
 from grasp.pipeline.warm_up import warm_up_problem
 from grasp.settings import (

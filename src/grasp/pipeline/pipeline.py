@@ -5,15 +5,14 @@ computes the scores ("relevance") from features that the model computes for rows
 covariances) of these features over the corpus. They are estimated first, so a build has two loops over the rows:
 
     corpus  -> tokenised once into the row store, in shards                                    `inputs.prepare_inputs`
-    units   -> one pass of the model
     loop 1  -> a sample of rows: update the moments of every kernel                            `estimate_moments`
-               kernel.prepare(units)
+    units   -> passes of the model over the questions; kernel.prepare(units)
     loop 2  -> all rows, shard after shard: score the rows by every kernel, write the shard    `write_shards`
     finish  -> manifest                                                                        `finish_artifact`
 
 If the sample is the whole corpus, loop 1 stores the features of its batches, and loop 2 reads them instead of running
-the model. An interrupted build is resumed by the same call: moments are in the work directory, and finished shards in
-the artifact.
+the model. An interrupted build is resumed by the same call: the moments are in the work directory once loop 1 is
+finished, and finished shards in the artifact.
 
 The calling process reads the corpus, merges the moments and writes. The model runs in it or in Ray workers; a worker
 that dies loses only the rows that it was working on. Start with `build_artifact`.
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 
 import grasp
 from grasp.arrays import I64
-from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, ArrayFiles
+from grasp.artifact.manifest import BUILD, FEATURES, LOSS_TOKENS, MANIFEST, RUN, SIGNED_MANIFEST, TOKENS, ArrayFiles
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter, lock_artifact
 from grasp.corpus.row_store import RowStore, TokenRows
@@ -113,13 +112,13 @@ def build_artifact(
     start_times = time.perf_counter(), time.process_time()
     settings = resolve_settings(settings, in_memory.model)
     with lock_artifact(out):
-        # whether the model has run for this artifact; such work is never overwritten by another build
+        # whether moments or shards exist, which are never overwritten by another build
         has_work = (out / "work").exists() or (out / BUILD).exists()
         is_resumed = claim_settings(settings, out, progress, has_work=has_work)
         if (out / MANIFEST).exists():
             clean(settings, out)  # the process may have been killed after the manifest was written
             return out
-        inputs = prepare_inputs(settings, out / "tokens", progress, in_memory=in_memory, replace=not has_work)
+        inputs = prepare_inputs(settings, out / TOKENS, progress, in_memory=in_memory, replace=not has_work)
         identity_json = json.dumps(inputs.identity, sort_keys=True).encode()
         work = out / "work" / hashlib.blake2b(identity_json, digest_size=8).hexdigest()
         workers_context: AbstractContextManager[Workers] = nullcontext(Workers(inputs.model_pass))
@@ -430,7 +429,7 @@ def finish_artifact(
 
 
 def built_rule(settings: BuildSettings, kernels: Sequence[Kernel]) -> BuiltRule:
-    """Return how predictions combine the kernels of a build."""
+    """Return how predictions combine the kernels of a build; `ArtifactReader.rule` reads it from the manifest."""
     ranking = [name for name in settings.features.kernels if not issubclass(kernel_class(name), Sketch)]
     learning_rate_sum = settings.features.learning_rate_sum or 0.0
     curvature = kernels[0].corpus.by_type.get(Curvature) if kernels else None
@@ -526,11 +525,12 @@ def claim_settings(settings: BuildSettings, out: Path, progress: Progress, *, ha
         Whether a build was begun here before.
     """
     path, current, problem = out / RUN, settings.model_dump(mode="json"), ""
+    was_begun = path.exists() and any(out.glob(f"{TOKENS}/shard-*.json"))  # a warm-up writes rows, but no run.yaml
     finished = (out / MANIFEST).exists()
     if not has_work and not finished:
         if not path.exists() or read_yaml(path) != current:  # equal settings remain: the file may have comments
             write_yaml(current, path)
-        return any(out.glob("tokens/shard-*.json"))
+        return was_begun
     changed: list[str] = []
     if path.exists():
         changed = list(differences(read_yaml(path), current))

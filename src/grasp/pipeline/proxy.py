@@ -12,7 +12,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from grasp.artifact.manifest import TOKENS
+from grasp.artifact.manifest import MODEL, TOKENIZER, TOKENS
 from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore, read_documents
 from grasp.errors import CorpusError
@@ -26,7 +26,6 @@ from grasp.training.fine_tuning_recipe import default_proxy_recipe, proxy_traini
 from grasp.training.recipe import RECIPES, TrainingRecipe
 from grasp.training.train import RECORD, start_training, train
 
-MODEL, TOKENIZER = "model", "tokenizer"  # in the directory of the artifact
 TOKENIZER_CHARS = 50_000_000  # characters of the corpus that a tokenizer is trained on; more do not help
 CONTEXT = RECIPES["tiny"].shape.context  # default tokens of a row
 N_SEGMENTS = 4  # of a training; an interrupted one resumes from the end of the last finished segment

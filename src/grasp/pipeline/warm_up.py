@@ -6,25 +6,25 @@ half of a training they are those that the runs have on average (experiments/fin
 the directory of the artifact; replays and retrainings begin with the model before it. Start with `warm_up`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging as hf_logging
 
+from grasp.artifact.manifest import MODEL, TOKENS
 from grasp.artifact.writer import lock_artifact
 from grasp.corpus import RowStore
 from grasp.errors import ArtifactError, SettingsError
 from grasp.files import atomic_path, differences, discard
-from grasp.models.build_source import WARM_UP
+from grasp.models.build_source import WARM_UP, WarmUpRecord
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import is_adapter
 from grasp.pipeline.add_replay import refuse_longer_rows, training_problem
-from grasp.pipeline.proxy import MODEL
 from grasp.pipeline.replay_plan import make_trainable, read_recipe
 from grasp.progress import Progress
 from grasp.settings import SHARD_ROWS, CorpusSettings, ModelSettings, path_settings
+from grasp.store.records import dump_json, read_record
 from grasp.training.adamw import AdamWTraining
 from grasp.training.fine_tuning_recipe import FineTuningRecipe, default_recipe
 from grasp.training.trajectory import Trajectory
@@ -70,18 +70,18 @@ def warm_up(
         return out / MODEL
     if problem := warm_up_problem(model_settings, corpus, recipe):
         raise SettingsError(f"--warm-up: {problem}")
-    record = {
-        "model": model_settings.path,
-        "corpus": corpus.path,
-        "recipe": None if recipe is None else recipe.model_dump(mode="json"),
-        "steps": steps,
-        "seed": seed,
-    }
     with lock_artifact(out):
         directory = out / MODEL
+        requested: dict[str, Any] = {
+            "model": model_settings.path,
+            "corpus": corpus.path,
+            "recipe": None if recipe is None else recipe.model_dump(mode="json"),
+            "steps": steps,
+            "seed": seed,
+        }
         if (directory / WARM_UP).exists():
-            earlier = json.loads((directory / WARM_UP).read_bytes())
-            if changed := list(differences({name: earlier.get(name) for name in record}, record)):
+            earlier = read_record(directory / WARM_UP, WarmUpRecord).model_dump(exclude={"fingerprint"})
+            if changed := list(differences(earlier, requested)):
                 raise ArtifactError(
                     f"{directory}: was trained with other settings: {'; '.join(changed)}; choose another --out, or "
                     f"delete {out}"
@@ -91,11 +91,13 @@ def warm_up(
         fingerprint = reference.fingerprint()
         progress.stage("rows", rows=None, tokens=None)
         tokenizer, context = reference.tokenizer, reference.context
-        rows = RowStore.write(out / "tokens", corpus, tokenizer, shard_rows=shard_rows, context=context)
+        rows = RowStore.write(out / TOKENS, corpus, tokenizer, shard_rows=shard_rows, context=context)
         recipe = recipe or default_recipe(rows.n_rows)
         refuse_longer_rows(recipe, rows, out)
         all_steps = recipe.steps(rows.n_rows)
-        count = max(all_steps // 2, 1) if steps is None else steps
+        count = all_steps // 2 if steps is None else steps
+        if steps is None and count == 0:  # a training of one step
+            return Path(model_settings.path)
         if not 0 < count <= all_steps:
             raise SettingsError(f"--warm-up: got {count}, expected 1 to {all_steps}, the steps of the training")
         trained, notes = make_trainable(reference.model, reference.frozen, recipe, seed)
@@ -114,9 +116,8 @@ def warm_up(
             hf_logging.disable_progress_bar()  # the command line has its own progress display
             trained.save_pretrained(part)
             tokenizer.save(part)
-            (part / WARM_UP).write_text(
-                json.dumps(record | {"fingerprint": fingerprint}, indent=1) + "\n", encoding="utf-8"
-            )
+            record = WarmUpRecord(fingerprint=fingerprint, **requested)
+            (part / WARM_UP).write_bytes(dump_json(record))
         discard(out / STATES)
     return directory
 

@@ -33,6 +33,7 @@ from grasp.api.evaluate import Agreement, agreement
 from grasp.arrays import F64, ratio
 from grasp.artifact.inspection import info
 from grasp.artifact.label_table import Label
+from grasp.artifact.manifest import MODEL
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
     MIN_RELIABLE_TOKENS,
@@ -44,8 +45,7 @@ from grasp.artifact.rows import (
     suggest_labels,
 )
 from grasp.errors import ProtocolLeakError, RunsError
-from grasp.models.build_source import WARM_UP
-from grasp.predict.default_protocol import resolve_protocol
+from grasp.models.build_source import WARM_UP, WarmUpRecord
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
@@ -58,12 +58,14 @@ from grasp.report.example_rows import (
     collect_example_rows,
     explain_rows,
 )
-from grasp.runs.calibration import COVERAGE, LearningCurve, OutcomePredictor, fit_outcomes, learning_curve
+from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
 from grasp.select.select import select
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
-from grasp.text import MAX_CELL_CHARS, parse_json, unique_names
+from grasp.store.records import read_record
+from grasp.text import MAX_CELL_CHARS, unique_names
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import read_yaml, yaml_text
 
 DEFAULT_BUDGET = "30%"  # of the selection, if none is given
@@ -176,7 +178,6 @@ class Findings:
     runs: TrainingRuns | None = field(repr=False)
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
-    curve: LearningCurve | None
     selection_protocol: Path | None  # file of the scoring rule of the selection; None: the built-in rule
     selection: SelectionSummary  # that of another command, or the best 30 % of the rows
     mixture: MixtureSummary | Missing
@@ -281,9 +282,13 @@ def collect_findings(
     )
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
-    settings, warm_up = artifact.manifest.settings, _warm_up_record(artifact)
-    if warm_up is not None:  # the build trained the model that it read
-        settings = settings | {"model": settings["model"] | {"path": warm_up["model"]}}
+    rule_file = None if selection is None else selection.with_suffix(".protocol.yaml")
+    saved = None if rule_file is None or not rule_file.exists() else load_protocol(rule_file)
+    settings, warm_up, record_file = artifact.manifest.settings, "", artifact.path / MODEL / WARM_UP
+    if record_file.exists():  # the build began with another model
+        record = read_record(record_file, WarmUpRecord)
+        settings = settings | {"model": settings["model"] | {"path": record.model}}
+        warm_up = f" --warm-up {record.steps or FineTuningRecipe(**record.recipe or {}).steps(artifact.n_rows) // 2}"
     return Findings(
         command=command,
         flags={
@@ -292,7 +297,7 @@ def collect_findings(
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
         settings=yaml_text(settings),
-        warm_up="" if warm_up is None else f" --warm-up {warm_up['steps']}",
+        warm_up=warm_up,
         runs_settings=runs_settings,
         artifact_path=artifact.location,
         n_rows=artifact.n_rows,
@@ -313,23 +318,10 @@ def collect_findings(
         runs=runs,
         outcomes=outcomes,
         agreement=run_agreement,
-        curve=learning_curve(outcomes) if isinstance(outcomes, OutcomePredictor) else None,
-        selection_protocol=protocol_path if selection is None else _protocol_file(selection, artifact),
+        selection_protocol=protocol_path if saved is None or saved == predictor.protocol.additive else rule_file,
         selection=selection_summary,
         mixture=mixture_summary,
     )
-
-
-def _protocol_file(selection: Path, artifact: ArtifactReader) -> Path | None:
-    """Return the scoring rule that is saved with a selection, or None if it is the built-in one."""
-    path, built_in = selection.with_suffix(".protocol.yaml"), resolve_protocol(None, artifact)
-    return None if not path.exists() or load_protocol(path) in (built_in, built_in.additive) else path
-
-
-def _warm_up_record(artifact: ArtifactReader) -> Mapping[str, Any] | None:
-    """Return the model before the training steps of the build, and their number; None if it took none."""
-    path = Path(artifact.resolve_path(str(artifact.manifest.settings.get("model", {}).get("path")))) / WARM_UP
-    return parse_json(path.read_bytes()) if path.exists() else None
 
 
 def display_unit(unit: str) -> str:

@@ -91,8 +91,8 @@ def render(findings: Findings, live: str = "") -> str:
         warnings=[plain(note) for note in dict.fromkeys(warnings)],
         rows=_rows(findings, targets),
         fidelity=fidelity,
-        selection=views.selection(findings.selection),
-        mixture=None if isinstance(findings.mixture, Missing) else views.mixture(findings.mixture),
+        selection=views.optimized("The selection", findings.selection),
+        mixture=None if isinstance(findings.mixture, Missing) else views.optimized("The mixture", findings.mixture),
         skipped=skipped_text(findings.skipped),
         missing=[{"reason": plain(part.reason), "remedy": part.remedy} for part in findings.missing],
         **_commands(findings),
@@ -186,13 +186,12 @@ def _commands(findings: Findings) -> View:
 
 def _select_options(findings: Findings) -> str:
     """Return the options of `grasp select` with which the selection of the page was made."""
-    params = findings.selection.params
-    values: list[tuple[str, Any]] = [
-        (f"--{key.replace('_', '-')}", getattr(params, key))
-        for key in ("budget", "train_tokens", "by", "exclude_where")
-    ]
-    values += [(f"--{key}", value) for key in ("floor", "cap") for value in getattr(params, key)]
-    values += [("--protocol", findings.selection_protocol)]
-    values += [("--runs", findings.runs.path)] if findings.runs is not None and findings.selection.runs_unit else []
-    flags = [f"--{key.replace('_', '-')}" for key in ("drop_leaks", "cautious") if getattr(params, key)]
-    return " " + shlex.join([*(part for flag, value in values if value for part in (flag, f"{value}")), *flags])
+    options = findings.selection.params.model_dump(exclude={"excluded_rows"})
+    options["protocol"] = findings.selection_protocol
+    if findings.runs is not None and findings.selection.runs_unit:
+        options["runs"] = findings.runs.path
+    words: list[str] = []
+    for key, value in options.items():
+        for part in value if isinstance(value, tuple) else (value,):
+            words += [f"--{key.replace('_', '-')}"] * bool(part) + [f"{part}"] * bool(part and part is not True)
+    return " " + shlex.join(words)

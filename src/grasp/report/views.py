@@ -13,7 +13,6 @@ from grasp import text
 from grasp.arrays import F64
 from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
-from grasp.runs.calibration import N_DRAWS
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
@@ -24,8 +23,7 @@ View = dict[str, Any]
 MAX_SLICES_NAMED = 2  # slices to keep that are named in a sentence
 ROWS_ON_FIRST_SCREEN = 3  # most helpful rows, if no label stands out
 BARS_PER_END = 4  # most helpful and most harmful slices in a bar chart
-SHARES_SHOWN = 30  # label values in the table of a selection
-CURVE_SHOWN = 12  # budgets in the table of a selection
+SHARES_SHOWN = 30  # label values in the table of a selection or mixture
 POINTS_SHOWN = 400  # points of a scatter plot
 LEFT, RIGHT, TOP, BOTTOM = 40.0, 290.0, 12.0, 154.0  # plot area of a figure, in SVG units
 METRICS = {
@@ -87,17 +85,16 @@ def _bars(part: Contribution, slices: Any, targets: Any) -> list[View]:
 
 def decision(findings: Findings, targets: Sequence[str]) -> View:
     """Return the first screen: what to keep, the change to expect with its interval, and slices that stand out."""
-    summary = findings.selection
-    subject = targets[0] if len(targets) == 1 else f"{len(targets)} targets"
-    share = summary.rows / findings.n_rows
+    summary, share = findings.selection, findings.selection.rows / findings.n_rows
+    weights = [change.weight for change in summary.targets]
+    subject = of = name(summary.targets[0].target)
+    if len(weights) > 1:
+        subject = f"{len(weights)} targets"
+        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {subject}"
     part_name = f"the best {share:{'.0%' if share >= 0.01 else '.2%'}} of the rows"
     if summary.documents is not None:
         part_name = f"the best {summary.documents:,} documents"
     compared = [plain(label.slices.label, 40) for label in findings.labels]
-    weights = [change.weight for change in summary.targets]
-    of = name(summary.targets[0].target)
-    if len(weights) > 1:
-        of = f"the {'weighted ' if len(set(weights)) > 1 else ''}mean of {len(weights)} targets"
     changes = _expected(summary.targets, np.array(weights), summary)
     verdicts = {
         "helps": f"keep {part_name}",
@@ -105,10 +102,9 @@ def decision(findings: Findings, targets: Sequence[str]) -> View:
         "unsure": f"{part_name} cannot be told from the whole corpus",
         "": f"{part_name} have no interval, so whether they are better is unknown",
     }
-    # that of the runs, if there are any
-    verdict = verdicts[changes[-1]["kind"] or ("unsure" if changes[-1]["interval"] else "")]
+    last = changes[-1]  # by the runs, if there are any
     view: View = {
-        "heading": f"For {subject}, {verdict}",
+        "heading": f"For {subject}, {verdicts[last['kind'] or ('unsure' if last['interval'] else '')]}",
         "rows": f"{summary.rows:,}",
         "tokens": f"{summary.tokens:,}",
         "of": of,
@@ -178,7 +174,7 @@ def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
         answer: View = {"target": target, "changes": [], "bars": [], "rows": [], "by_relevance": False}
         if findings.targets[t] in changes:
             answer["changes"] = _expected([changes[findings.targets[t]]], np.ones(1), findings.selection)
-        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(targets) > 1 else ""
+        answer["weight"] = f"{findings.weights_T[t]:.0%}" if len(set(findings.weights_T.tolist())) > 1 else ""
         if findings.labels and findings.labels[0].evidence:
             label = findings.labels[0]
             by_relevance = label.signs([t])[1]
@@ -251,7 +247,7 @@ def slices(label: LabelFindings, weights_T: F64) -> View:
 
 
 def fidelity(findings: Findings) -> View | None:
-    """Return the comparison with retraining: metrics, one scatter plot per target, and learning curves."""
+    """Return the comparison with retraining: metrics, and one scatter plot per target."""
     agreement, runs = findings.agreement, findings.runs
     if isinstance(agreement, Missing) or runs is None:
         return None
@@ -300,39 +296,7 @@ def fidelity(findings: Findings) -> View | None:
         "others": [line for method in others for line in _fidelity_lines(method)],
         "notes": [plain(note) for note in (*report.marks(), *report.notes)],
         "points": scatters,
-        "draws": N_DRAWS,
-        "curves": _curves(findings, default_method),
     }
-
-
-def _curves(findings: Findings, default_method: MethodResult) -> list[View]:
-    """Return one learning curve per target, scaled to the plot area, with the noise ceiling if it is known."""
-    curve = findings.curve
-    if curve is None or isinstance(findings.outcomes, Missing):
-        return []
-    low_KT, high_KT = curve.rho_KT - curve.std_KT, curve.rho_KT + curve.std_KT
-    least = min(0.0, float(low_KT.min(initial=0.0)))
-    left_K = np.linspace(LEFT + 10, RIGHT - 10, len(curve.counts))
-    slope = (BOTTOM - TOP) / (1.0 - least)  # pixels per unit of rho; at most 1 is shown
-    top_3KT = BOTTOM - slope * (np.minimum(np.stack([curve.rho_KT, low_KT, high_KT]), 1.0) - least)
-    views = []
-    for target, t in findings.outcomes.task_by_target.items():
-        row = next((row for row in default_method.targets if row.target.partition("@")[0] == target), None)
-        ceiling = None if row is None else row["task_ceiling"].value
-        ends = [f"{number(float(curve.rho_KT[k, t]), 2)} with {curve.counts[k]} runs" for k in (0, -1)]
-        views.append(
-            {
-                "caption": f"{name(target)}: rho " + ", ".join(ends).replace(" with 0 runs", " without runs"),
-                "dots": [
-                    [f"{x:.1f}", *(f"{pixel:.1f}" for pixel in top_3KT[:, k, t]), count]
-                    for k, (x, count) in enumerate(zip(left_K, curve.counts, strict=True))
-                ],
-                "ceiling": None if ceiling is None else f"{BOTTOM - slope * (min(ceiling, 1.0) - least):.1f}",
-                "y0": signed(least, 1) if least else "0",
-                "line": [name(target), *(signed(float(rho), 2) for rho in curve.rho_KT[:, t])],
-            }
-        )
-    return views
 
 
 def _fidelity_lines(result: MethodResult) -> list[View]:
@@ -358,51 +322,25 @@ def _cell(estimate: Estimate) -> View:
     return {"value": "undefined" if estimate.value is None else number(estimate.value), "interval": ends}
 
 
-def selection(summary: SelectionSummary) -> View:
-    """Return the selection: its predicted value, shares by label value, and the value of other budgets."""
-    points = list(zip(summary.curve.rows, summary.curve.value, summary.curve.effect, strict=True))
-    step = max(1, len(points) // CURVE_SHOWN)
-    # rows per label value, largest first; rare values are summed
-    n_rows = max(1, sum(label.pool for label in summary.labels))
-    n_selected = max(1, sum(label.selected for label in summary.labels))
-    values = unique_names([label.value for label in summary.labels], MAX_CELL_CHARS)
-    counts = [(value, label.pool, label.selected) for value, label in zip(values, summary.labels, strict=True)]
-    counts.sort(key=lambda count: -count[2])
-    counts, tail = counts[:SHARES_SHOWN], counts[SHARES_SHOWN:]
+def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
+    """Return a selection or a mixture: the predicted changes, and the shares of the label values before and after."""
+    if isinstance(summary, MixtureSummary):
+        label, shares = plain(summary.label, 40), [(part.value, part.now, part.proposed) for part in summary.slices]
+    else:
+        pool, selected = (max(1, sum(getattr(part, key) for part in summary.labels)) for key in ("pool", "selected"))
+        label, shares = "value", [(part.value, part.pool / pool, part.selected / selected) for part in summary.labels]
+    names = unique_names([value for value, _, _ in shares], MAX_CELL_CHARS)
+    named = [(name, now, then) for name, (_, now, then) in zip(names, shares, strict=True)]
+    lines = sorted(named, key=lambda line: -line[2])
+    lines, tail = lines[:SHARES_SHOWN], lines[SHARES_SHOWN:]
     if tail:
-        counts.append((f"{len(tail):,} other values", sum(n for _, n, _ in tail), sum(n for _, _, n in tail)))
+        lines.append((f"{len(tail):,} other values", sum(line[1] for line in tail), sum(line[2] for line in tail)))
     return {
-        "title": "The selection",
-        "head": plain(summary.headline, 400),
-        "facts": [
-            ("value", f"{signed(summary.value)} (weighted mean of the targets)"),
-            ("guarantee", plain(summary.guarantee)),
-            ("protocol", plain(summary.protocol.name)),
-        ],
-        **_changes(summary.targets, summary.scale),
-        "curve": [[f"{rows:,}", signed(value), signed(effect)] for rows, value, effect in points[step - 1 :: step]],
-        "label": "value",
-        "columns": ["value", "corpus", "selection"],
-        "lines": [[value, f"{n / n_rows:.1%}", f"{k / n_selected:.1%}"] for value, n, k in counts],
-        "notes": [plain(note) for note in summary.notes],
-    }
-
-
-def mixture(summary: MixtureSummary) -> View:
-    """Return the mixture: current and proposed share of every slice, and the predicted changes."""
-    values = zip(unique_names([share.value for share in summary.slices], MAX_CELL_CHARS), summary.slices, strict=True)
-    return {
-        "title": "The mixture",
+        "title": title,
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol.name}.", 400),
-        "facts": [],
         **_changes(summary.targets, summary.scale),
-        "curve": [],
-        "label": plain(summary.label, 40),
-        "columns": [plain(summary.label, 40), "current", "proposed"],
-        "lines": [
-            [value, f"{share.now:.1%}", f"{share.proposed:.1%}"]
-            for value, share in sorted(values, key=lambda pair: pair[1].now - pair[1].proposed)
-        ],
+        "label": label,
+        "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],
         "notes": [plain(note) for note in summary.notes],
     }
 

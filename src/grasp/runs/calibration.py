@@ -27,11 +27,9 @@ from grasp.runs.alignment import Alignment
 from grasp.runs.gaussian_process import GaussianProcess, varies
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metric_names import metric_kinds
-from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import constant_note
 from grasp.runs.training_runs import TrainingRuns
-from grasp.seeds import stream
 
 COVERAGE = 0.9  # of intervals
 # Weight of the deviations of rows' relevance from the mean of their slice: experiments/exposure.
@@ -40,9 +38,6 @@ OUTSIDE = "outside the range of the runs"
 SHARE_TOLERANCE = 0.005  # a share beyond the range of the runs by no more than this counts as inside
 MAX_SUBSETS_NAMED = 3  # subsets named in a note
 MAX_DISTANCE_INSIDE = 1 + 1e-6  # distance above which a subset is outside the range of the runs; 1 is the farthest run
-# learning curve: numbers of runs in a fit, random draws per number, and limits on the number of held-out runs
-FIT_SIZES, N_DRAWS = (4, 8, 16, 32), 4
-MIN_TEST_RUNS, MAX_TEST_RUNS = 12, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,47 +320,6 @@ class OutcomePredictor:
             change_BT[:, self.targets.index(target)] = mean_BJ[:, task]
             half_width_BT[:, self.targets.index(target)] = self.gaussian_process.quantile(COVERAGE) * std_BJ[:, task]
         return change_BT, half_width_BT
-
-
-@dataclass(frozen=True, slots=True)
-class LearningCurve:
-    """Rank correlation of predictions with the utilities of held-out runs, by the number of runs in the fit.
-
-    Attributes:
-        counts: number of runs in the fit, (K,); 0: relevance alone. All counts share the same test runs.
-        rho_KT: mean over random draws, for the tasks of `OutcomePredictor`.
-        std_KT: standard deviation over random draws.
-    """
-
-    counts: tuple[int, ...]
-    rho_KT: F64
-    std_KT: F64
-
-
-def learning_curve(predictor: OutcomePredictor) -> LearningCurve | None:
-    """Estimate whether more runs would help; return None if there are too few runs to hold some out.
-
-    Fits use at most 32 runs, so this takes seconds.
-    """
-    runs, utility_RST = predictor.runs, predictor.utility_RST
-    counts = [k for k in FIT_SIZES if k + MIN_TEST_RUNS <= len(runs)]
-    if not counts:
-        return None
-    realized_RT = np.nanmean(utility_RST, axis=1)
-    rho = np.full((1 + len(counts), N_DRAWS, realized_RT.shape[1]), np.nan)  # number of runs, draw, task
-    for draw in range(N_DRAWS):
-        order = stream(0, "learning curve", len(runs), draw).permutation(len(runs))
-        test = order[counts[-1] :][:MAX_TEST_RUNS]
-        rho[0, draw] = spearman(runs.relevance_BT[test], realized_RT[test])
-        for k, n_train in enumerate(counts, start=1):
-            train = order[:n_train]
-            if np.ptp(realized_RT[train], axis=0).min() > 0:  # a fit needs runs that differ
-                gaussian_process = GaussianProcess.fit(runs.take(train), utility_RST[train])
-                rho[k, draw] = spearman(gaussian_process.predict(runs.take(test))[0], realized_RT[test])
-    # Leave out numbers of runs for which a fit was impossible, or a correlation is undefined.
-    defined = np.flatnonzero(np.isfinite(rho).all(axis=(1, 2)))
-    rho = rho[defined]
-    return LearningCurve(tuple([0, *counts][k] for k in defined), rho.mean(axis=1), rho.std(axis=1, ddof=1))
 
 
 def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> OutcomePredictor:

@@ -49,12 +49,14 @@ class MixtureLaw:
         ceiling_T: u*, in the unit of the metric.
         coefficient_TJ: c of each value, and last c_0.
         floor_T: least utility that is predicted: one range of the runs below their least.
+        mean_T: mean of the predictions for held-out runs, which predictions are relative to.
     """
 
     exponent_T: F64
     ceiling_T: F64
     coefficient_TJ: F64
     floor_T: F64
+    mean_T: F64
 
     @classmethod
     def fit(cls, share_RG: F64, utility_RT: F64) -> tuple[Self, F64]:
@@ -65,7 +67,7 @@ class MixtureLaw:
             utility_RT: metrics of each run; higher is better, and each metric differs between runs.
 
         Returns:
-            The law, and its predictions (R, T) for the runs of each fold from those of all other folds.
+            The law, and its predictions (R, T) for the runs of each fold from those of all other folds, with mean 0.
         Cost: linear in metrics, settings and folds; 13 metrics of 64 runs take a second.
         """
         n_metrics = utility_RT.shape[1]
@@ -76,19 +78,22 @@ class MixtureLaw:
         error_TK = ((held_out_TKR - utility_RT.T[:, None]) ** 2).mean(axis=2) / utility_RT.var(axis=0)[:, None]
         chosen_T = (error_TK + error_TK.mean(axis=0)).argmin(axis=1)
         chosen = [of_metric[k] for of_metric, k in zip(fits, chosen_T, strict=True)]
+        held_out_RT = held_out_TKR[np.arange(n_metrics), chosen_T].T
+        mean_T = held_out_RT.mean(axis=0)
         law = cls(
             np.array([fit.exponent for fit in chosen]),
             np.array([fit.ceiling for fit in chosen]),
             np.stack([fit.coefficients(np.ones(len(share_RG), dtype=bool)) for fit in chosen]),
             floor_T,
+            mean_T,
         )
-        return law, held_out_TKR[np.arange(n_metrics), chosen_T].T
+        return law, held_out_RT - mean_T
 
     def predict(self, share_BG: F64) -> F64:
-        """Return the metrics of mixtures, (B, T)."""
+        """Return the metrics of mixtures minus `mean_T`, (B, T)."""
         laws = zip(self.exponent_T, self.ceiling_T, self.coefficient_TJ, strict=True)
         value_BT = np.stack([_utility(ceiling, _powers(share_BG, gamma) @ c_J) for gamma, ceiling, c_J in laws], axis=1)
-        return np.maximum(value_BT, self.floor_T)
+        return np.maximum(value_BT, self.floor_T) - self.mean_T
 
 
 @dataclass(frozen=True, slots=True)

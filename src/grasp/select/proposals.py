@@ -55,7 +55,7 @@ class Proposal(Result):
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         mixtures, gains, *shares = (column.to_pylist() for column in self.table.columns)
         lines = [
-            [name, *(f"{share:.1%}" for share in column)]
+            [name, *(f"{share:z.1%}" for share in column)]
             for name, column in zip(self.table.column_names[2:], shares, strict=True)
         ]
         return ["", *mixtures], [["gain", *(f"{value:.2g}" for value in gains)], *lines]
@@ -125,7 +125,7 @@ def propose_runs(
     share_CG = model.move_into_range(
         project_to_bounds(np.stack(drawn), low_G, high_G), project_to_bounds(mean_G[None], low_G, high_G)[0]
     )
-    selected_K, gain_K = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
+    selected_K, gain_K, noise = most_informative(model.gaussian_process, model.features(share_CG), count, rng)
     share_KG = share_CG[selected_K]
     rounded_KG = np.stack([round_shares(share_G, low_G, high_G) for share_G in share_KG])
     has_prediction_K1 = (model.has_prediction(rounded_KG) >= model.has_prediction(share_KG))[:, None]
@@ -142,7 +142,9 @@ def propose_runs(
         write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
-        notes.append("no further run is expected to change the result; train one outside these bounds, or stop here")
+        notes.insert(0, "no further run is expected to change the result; train one outside these bounds, or stop here")
+    elif max(gain_K) < noise:
+        notes.insert(0, f"every gain is below the noise of a run ({noise:.2g}): further runs are not worth it")
     has_prediction_K = model.has_prediction(share_KG)
     notes += outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)
@@ -238,7 +240,7 @@ def round_shares(share_G: F64, low_G: F64, high_G: F64) -> F64:
 
 def most_informative(
     gaussian_process: GaussianProcess, candidates: SubsetFeatures, count: int, rng: np.random.Generator
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], list[float], float]:
     """Select candidates greedily by the knowledge gradient, see the docstring of this module.
 
     Args:
@@ -246,7 +248,7 @@ def most_informative(
 
     Returns:
         Indices of the selected candidates, in order, and the value of the acquisition function of each; fewer than
-        `count` if no other is above zero.
+        `count` if no other is above zero. And the standard deviation of the noise of a run.
     """
     n = len(candidates)
     mean_C, covariance_CC, noise = gaussian_process.joint_posterior(candidates, -1)
@@ -267,7 +269,7 @@ def most_informative(
         gains.append(float(gain_x[x]))
         # posterior covariance after observing x: a rank-one update
         covariance_CC = covariance_CC - np.outer(step_Cx[:, x], step_Cx[:, x])
-    return selected, gains
+    return selected, gains, float(np.sqrt(noise))
 
 
 def _knowledge_gradient(mean_C: F64, step_Cx: F64) -> F64:

@@ -23,14 +23,6 @@ class ProtocolName(Summary):
     name: str
 
 
-class CurvePoints(Summary):
-    """Value of other budgets: the first rows of the ranking."""
-
-    rows: tuple[int, ...]
-    effect: tuple[float, ...]  # of the last of these rows
-    value: tuple[float, ...]  # of all of these rows
-
-
 class ValueShare(Summary):
     """One value of the label that floors and caps refer to, in the unit of the budget."""
 
@@ -93,8 +85,6 @@ class SelectionSummary(OptimizationSummary):
     rows: int
     tokens: int
     documents: int | None = None  # number of documents, if whole documents were selected
-    guarantee: str
-    curve: CurvePoints
     labels: tuple[ValueShare, ...]
 
 
@@ -113,7 +103,6 @@ class MixtureSummary(OptimizationSummary):
     kind: Literal["mixture"]
     label: str
     slices: tuple[SliceShares, ...]
-    optimum: str
 
 
 S = TypeVar("S", SelectionSummary, MixtureSummary)

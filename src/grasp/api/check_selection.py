@@ -9,7 +9,7 @@ Satterthwaite. Start with `check_selection`. Shape letters: B sets of rows, S se
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +18,10 @@ from scipy.stats import t as student
 
 from grasp.api.retrain import retrain
 from grasp.arrays import F64
+from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, ranked
+from grasp.errors import SettingsError, TargetError
 from grasp.files import check_outputs, claim_directory
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.subset_tables import RowIndex, write_subsets
@@ -29,11 +31,10 @@ from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.seeds import stream
 from grasp.select.select import allowed_rows
 from grasp.select.summaries import SelectionSummary, read_summary
-
-if TYPE_CHECKING:
-    from grasp.retraining.worker import RetrainStatus
+from grasp.targets.load import target_name
 
 SETS = ("selection", "random", "bm25")
+SEEDS = 2  # models per set
 QUESTIONS = 256  # other questions per target
 LEVEL = 0.95
 
@@ -43,26 +44,24 @@ def check_selection(
     selection: Path | str,
     *,
     out: Path | str,
-    seeds: int = 2,
-    progress: "Callable[[RetrainStatus], None] | None" = None,
+    progress: Callable[[Any], None] | None = None,
 ) -> Result:
-    """Train models on a selection, on random rows and on those of BM25, and compare them on other questions.
+    """Compare models trained on a selection, on random rows and on BM25's.
 
-    The three sets have the same number of rows, and none that --exclude-where or --drop-leaks excluded. The questions
-    are those of the targets that the artifact was not built with. Models are trained as the artifact predicts: from
-    scratch or, with `--train further`, by its recipe. An interrupted check continues with the same command.
+    The three sets have the same number of rows, and none that --exclude-where or --drop-leaks excluded. The models are
+    compared on questions of the targets that the artifact was not built with. They are trained as the artifact
+    predicts: from scratch or, with `--train further`, by its recipe. An interrupted check continues with the same
+    command.
 
     Args:
         artifact: artifact of the selection.
         selection: .json or .parquet written by `grasp select --out`.
         out: directory of the runs, with the three sets in sets.parquet.
-        seeds: models per set.
         progress: callback that receives every stage and step.
     Returns:
         One row per target and set: utility, and the gain over random rows with its 95 % interval, in nats per token.
     Raises:
         SettingsError: the selection is of another artifact, or `out` is not a directory for the runs.
-        TargetError: there are no other questions.
     """
     selection, out = Path(selection), Path(out)
     summary = read_summary(SelectionSummary, selection.with_suffix(".json"), artifact)
@@ -86,19 +85,25 @@ def check_selection(
     check_outputs({"out": table}, {"is the selection": selection.with_suffix(".parquet")})
     write_subsets(table, in_blocks(sets, n_rows, len(sets)), RowIndex.from_parquet(artifact.rows_path), corpus=corpus)
     questions = {"exclude_units": artifact.units["unit_id"].to_pylist(), "units_per_target": QUESTIONS}
-    settings = {"subsets": str(table), "targets": questions}
-    recipe, training = artifact.manifest.settings.get("recipe"), dict[str, Any]()
-    training["train"] = artifact.manifest.settings.get("train")
-    if training["train"] == "further" and recipe is not None:  # else it is that of a replay
+    manifest = artifact.manifest
+    names = [*manifest.settings["targets"]["names"], *manifest.details.get(ADDED_TARGETS, ())]
+    if requested := [name for name in names if name in weights or target_name(name) in weights]:
+        questions["names"] = requested  # without the other targets of the artifact
+    settings: dict[str, Any] = {"subsets": str(table), "targets": questions}
+    if manifest.settings.get("train") == "further":
+        recipe = manifest.settings.get("recipe") or {}
         # fields of an adapter without a rank would be those of an incomplete one
-        training["recipe"] = {name: recipe[name] for name in recipe if recipe["lora_r"] or not name.startswith("lora_")}
-    runs = retrain(like=artifact.location, out=out, seeds=seeds, settings=settings, progress=progress, **training)
-    sources = "questions and seeds" if seeds > 1 else "questions"
+        fields = {name: recipe[name] for name in recipe if recipe["lora_r"] or not name.startswith("lora_")}
+        settings |= {"train": "further", "fine_tuning": fields}
+    try:
+        runs = retrain(like=artifact.location, out=out, seeds=SEEDS, settings=settings, progress=progress)
+    except TargetError as err:
+        raise SettingsError(f"check-selection: no questions that the artifact was not built with: {err}") from err
     lines = [line for target in weights for line in _compare(runs, target)]
     return Result(
         pa.Table.from_pylist(lines),
-        f"{len(selected):,} of {n_rows:,} rows in each set, models per set: {seeds}, on other questions",
-        (f"gain: against random rows, in nats per token; 95 % interval over {sources}", *listed),
+        f"{len(selected):,} of {n_rows:,} rows in each set, {SEEDS} models each, on other questions",
+        ("gain: against random rows, in nats per token; 95 % interval over questions and seeds", *listed),
     )
 
 
@@ -107,7 +112,7 @@ def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int |
     utilities = runs.utilities(target)
     value_BSQ = utilities.values_BSE[[utilities.subset_ids.index(name) for name in SETS]]
     n_sets, n_seeds, n_questions = value_BSQ.shape
-    seed_variance = float(value_BSQ.mean(axis=2).var(axis=1, ddof=1).mean()) if n_seeds > 1 else 0.0
+    seed_variance = float(value_BSQ.mean(axis=2).var(axis=1, ddof=1).mean())
     for b, name in enumerate(SETS):
         line = {"target": target, "set": name, "questions": n_questions, "utility": float(value_BSQ[b].mean())}
         line |= dict.fromkeys(("gain", "gain_low", "gain_high"))
@@ -116,7 +121,7 @@ def _compare(runs: RetrainedRuns, target: str) -> Iterator[dict[str, str | int |
             gain = line["gain"] = float(gain_Q.mean())
             if n_questions > 1:
                 parts = np.array([gain_Q.var(ddof=1) / n_questions, 2 * seed_variance / n_seeds])
-                freedom = np.array([n_questions - 1, max(n_sets * (n_seeds - 1), 1)])
+                freedom = np.array([n_questions - 1, n_sets * (n_seeds - 1)])
                 total = parts.sum()
                 scale = student.ppf((1 + LEVEL) / 2, total**2 / (parts**2 / freedom).sum()) if total > 0 else 0.0
                 line |= {"gain_low": gain - scale * np.sqrt(total), "gain_high": gain + scale * np.sqrt(total)}
