@@ -339,8 +339,8 @@ def claim_directory(
     Raises:
         SettingsError: the directory holds other files, or cannot be created.
     """
-    if path == Path():
-        raise SettingsError("out: expected the name of a new directory; got the current directory, or an empty name")
+    if path == Path() or path.parts[0].endswith(":"):  # Path("s3://a") is s3:/a
+        raise SettingsError("out: expected a new local directory; got the current directory, an empty name or a URL")
     _check_apart(path, "out", inputs)
     fault = ""
     try:

@@ -22,17 +22,20 @@ from grasp.api.score import distinct_rows
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS
 from grasp.inspect.explain import explain
+from grasp.models.build_source import WarmUpRecord
 from grasp.pipeline.pipeline import build_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
-from grasp.report import payload
+from grasp.report import payload, views
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
 from grasp.runs.calibration import fit_outcomes
 from grasp.runs.retrained import RetrainedRuns
+from grasp.store.records import dump_json
 from grasp.yaml_files import write_yaml
 from tests.cli.grasp_command import refused, succeed
 from tests.pipeline import world as extract_world
+from tests.report.conftest import PROTOCOL
 from tests.report.world import HOSTILE, LINE, write_artifact, write_environment
 from tests.rules import rule
 
@@ -339,6 +342,39 @@ def test_the_page_leads_with_the_label_that_has_evidence(tmp_path):
 def test_a_selection_that_is_not_better_is_not_recommended(tmp_path):
     art = write_artifact(tmp_path / "null", pull=0.0)
     assert_contains(page_text(art), "the best 30% of the rows cannot be told from the whole corpus")
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "heading"),
+    [
+        ("helps", "[1, 2]", "For 2 targets, keep the best 30% of the rows"),
+        ("hurts", "[-2, -1]", "For 2 targets, keep the whole corpus: the best 30% of the rows are worse"),
+        ("", "[-1, 2]", "For 2 targets, the best 30% of the rows cannot be told from the whole corpus"),
+        ("", "", "For 2 targets, the best 30% of the rows have no interval, so whether they are better is unknown"),
+    ],
+)
+def test_the_heading_is_that_of_the_last_change(tmp_path, monkeypatch, kind, interval, heading):
+    """The change that the runs predict comes after that by relevance."""
+    part = {"value": "+1", "unit": "nats", "interval": interval, "kind": kind}
+    monkeypatch.setattr(views, "_expected", lambda *_: [part | {"kind": "helps", "interval": "[3, 4]"}, part])
+    text = page_text(write_artifact(tmp_path / "art"))
+    assert_contains(text, heading, f"nats {interval}".strip() + ".")
+
+
+def test_the_commands_name_the_rule_of_the_selection_and_the_model_before_its_steps(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    write_yaml(PROTOCOL, tmp_path / "rule.yaml")
+    for name, options in (("plain", ()), ("ruled", ("--protocol", tmp_path / "rule.yaml"))):
+        out = tmp_path / f"{name}.parquet"
+        succeed("select", artifact.path, "--budget", "5%", "--target", "sciq", "--out", out, *options)
+    (tmp_path / "art" / "model").mkdir()
+    record = WarmUpRecord(model="some/checkpoint", fingerprint="f", corpus="c", recipe=None, steps=7, seed=0)
+    (tmp_path / "art" / "model" / "warm-up.json").write_bytes(dump_json(record))
+    artifact.manifest.settings["model"] = {"path": str(tmp_path / "art" / "model")}
+    plain, ruled = (page_text(artifact, selection=tmp_path / f"{name}.json") for name in ("plain", "ruled"))
+    assert "--protocol" not in plain
+    assert_contains(ruled, f"--protocol {tmp_path / 'ruled.protocol.yaml'} --export kept")
+    assert_contains(plain, "grasp build --config run.yaml --warm-up 7 --out", "path: some/checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from scipy.sparse import csr_array
 
@@ -271,6 +272,14 @@ def test_changes_of_metrics_of_different_kinds_are_not_averaged(artifact):
     runs = grasp.import_runs(shares, pa.table(results), label="topic")
     with pytest.raises(SettingsError, match="got loss of sciq, share of boolq; different metrics cannot be averaged"):
         select(artifact, "25%", "sciq,boolq", protocol=PROTOCOL, runs=runs)
+    noise_RT = np.random.default_rng(0).standard_normal((len(names), 2))
+    noise = pa.table({"run": names, "sciq/loss": 3 + noise_RT[:, 0], "boolq/acc": 0.5 + 0.1 * noise_RT[:, 1]})
+    options = {"protocol": PROTOCOL, "runs": grasp.import_runs(shares, noise, label="topic")}
+    headlines = [
+        select(artifact, "25%", names, train_tokens=1e6, **options).headline for names in ("boolq", "sciq,boolq")
+    ]
+    assert re.match(r"not distinguishable .* metric, 90% interval\)", headlines[0])
+    assert "not distinguishable" not in headlines[1]
     percent = pa.table({"run": names, "sciq/acc": 100 * share_RG[:, 1], "boolq/acc": share_RG[:, 1]})
     with pytest.raises(SettingsError, match="percent of sciq, share of boolq"):
         mix(artifact, "topic", "sciq,boolq", protocol=PROTOCOL, runs=grasp.import_runs(shares, percent, label="topic"))
@@ -318,6 +327,27 @@ def test_the_best_mixture_of_saturating_runs_is_in_the_interior(artifact):
     assert bounded.to_pandas().set_index("value").loc["games", "proposed"] <= 0.2 + 1e-6
 
 
+def test_a_mixture_stays_within_the_shares_of_rows_of_runs_with_shares_of_tokens(tmp_path):
+    artifact = write_artifact(tmp_path / "art")
+    column = LabelTable(artifact.rows_path).column("topic")
+    tokens_N = np.where(column.codes_N == column.values.index(TOPICS[1]), 40, 10)
+    rows = pq.read_table(artifact.rows_path)
+    place, counts = rows.column_names.index("n_tokens"), pa.array(tokens_N, pa.int32())
+    pq.write_table(rows.set_column(place, rows.schema.field("n_tokens"), counts), artifact.rows_path)
+    first = np.linspace(0.2, 0.5, 30)
+    share_RG = np.stack([(1 - first) / 2, first, (1 - first) / 2], axis=1)
+    runs = runs_of(share_RG, first, measure="tokens")
+    best = functools.partial(mix, artifact, "topic", "sciq", protocol=PROTOCOL, max_repeat=50, runs=runs)
+    plain = best().to_pandas().set_index("value")["proposed"]
+    # half of the tokens are a fifth of the rows, as each has four times as many tokens
+    np.testing.assert_allclose(plain[list(TOPICS)], [0.4, 0.2, 0.4], atol=1e-3)
+    notes = best(floor=["games:50%"]).notes
+    assert any(note.endswith("range of their shares of rows") for note in best().notes)
+    assert any(note.endswith("range of their shares of rows, except games") for note in notes)
+    wide = best(distance="1%")
+    assert any("the distance exclude the range of their shares" in note for note in wide.notes)
+
+
 def test_rows_are_selected_by_the_prediction_of_the_runs(artifact):
     """Runs that say the opposite of relevance: where they are given, what they say is taken."""
     predictor = Predictor.from_artifact(artifact, PROTOCOL, ["sciq"])
@@ -353,8 +383,8 @@ def test_runs_that_agree_with_relevance_do_not_change_the_selection(artifact, en
 def test_rows_chosen_within_slices_count_less_beside_runs_but_by_gradients_whole(tmp_path, kernel, weight):
     artifact = write_artifact(tmp_path / "art", kernel=kernel)
     predictor = Predictor.from_artifact(artifact, ScoringProtocol(name="p", match={kernel: 1.0}))
-    known = SubsetFeaturizer.from_predictor(predictor, artifact, ("topic",))
     column = LabelTable(artifact.rows_path).column("topic")
+    known = SubsetFeaturizer.from_predictor(predictor, artifact, (label_slices(column, row_tokens(artifact)),))
     weight_BG = np.array([[2.0, 0.5, 1.0], [1.0, 0.0, 3.0]])
     mixtures = Weights.from_slices(column.codes_N, weight_BG.shape[1]).mixed(weight_BG)
     whole = known.features(mixtures)

@@ -33,6 +33,7 @@ from grasp.api.evaluate import Agreement, agreement
 from grasp.arrays import F64, ratio
 from grasp.artifact.inspection import info
 from grasp.artifact.label_table import Label
+from grasp.artifact.manifest import MODEL
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
     MIN_RELIABLE_TOKENS,
@@ -44,8 +45,9 @@ from grasp.artifact.rows import (
     suggest_labels,
 )
 from grasp.errors import ProtocolLeakError, RunsError
+from grasp.models.build_source import WARM_UP, WarmUpRecord
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
-from grasp.predict.scoring_rule import ScoringProtocol
+from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
 from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
@@ -61,7 +63,9 @@ from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
 from grasp.select.select import select
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
+from grasp.store.records import read_record
 from grasp.text import MAX_CELL_CHARS, unique_names
+from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import read_yaml, yaml_text
 
 DEFAULT_BUDGET = "30%"  # of the selection, if none is given
@@ -150,6 +154,7 @@ class Findings:
     command: str  # command line of the report
     flags: Mapping[str, Any]  # options with which `grasp predict` prints the numbers of the page
     settings: str  # YAML for `grasp build --config`
+    warm_up: str  # option of `grasp build` with the steps before the model was read; empty if there are none
     runs_settings: str  # YAML for `grasp retrain --config`; empty if there is none
     # the artifact
     artifact_path: str
@@ -173,6 +178,7 @@ class Findings:
     runs: TrainingRuns | None = field(repr=False)
     outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
     agreement: Agreement | Missing  # of predictions with retraining
+    selection_protocol: Path | None  # file of the scoring rule of the selection; None: the built-in rule
     selection: SelectionSummary  # that of another command, or the best 30 % of the rows
     mixture: MixtureSummary | Missing
 
@@ -276,6 +282,13 @@ def collect_findings(
     )
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
+    rule_file = None if selection is None else selection.with_suffix(".protocol.yaml")
+    saved = None if rule_file is None or not rule_file.exists() else load_protocol(rule_file)
+    settings, warm_up, record_file = artifact.manifest.settings, "", artifact.path / MODEL / WARM_UP
+    if record_file.exists():  # the build began with another model
+        record = read_record(record_file, WarmUpRecord)
+        settings = settings | {"model": settings["model"] | {"path": record.model}}
+        warm_up = f" --warm-up {record.steps or FineTuningRecipe(**record.recipe or {}).steps(artifact.n_rows) // 2}"
     return Findings(
         command=command,
         flags={
@@ -283,7 +296,8 @@ def collect_findings(
             "--protocol": protocol_path,
             "--runs": runs.path if isinstance(outcomes, OutcomePredictor) and runs is not None else None,
         },
-        settings=yaml_text(artifact.manifest.settings),
+        settings=yaml_text(settings),
+        warm_up=warm_up,
         runs_settings=runs_settings,
         artifact_path=artifact.location,
         n_rows=artifact.n_rows,
@@ -304,6 +318,7 @@ def collect_findings(
         runs=runs,
         outcomes=outcomes,
         agreement=run_agreement,
+        selection_protocol=protocol_path if saved is None or saved == predictor.protocol.additive else rule_file,
         selection=selection_summary,
         mixture=mixture_summary,
     )

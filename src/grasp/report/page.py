@@ -159,7 +159,7 @@ def _commands(findings: Findings) -> View:
     art = shlex.quote(findings.artifact_path)
     target = shlex.quote(format_targets({change.target: change.weight for change in findings.selection.targets}))
     runs_record = findings.runs
-    reproduce, actions, runs = [f"grasp build --config run.yaml --out {art}"], [], ""
+    reproduce, actions, runs = [f"grasp build --config run.yaml{findings.warm_up} --out {art}"], [], ""
     if runs_record is not None:
         runs_path = shlex.quote(str(runs_record.path))
         runs = f" --runs {runs_path}"
@@ -186,11 +186,12 @@ def _commands(findings: Findings) -> View:
 
 def _select_options(findings: Findings) -> str:
     """Return the options of `grasp select` with which the selection of the page was made."""
-    params = findings.selection.params
-    values = [
-        (f"--{key.replace('_', '-')}", params.get(key)) for key in ("budget", "train_tokens", "by", "exclude_where")
-    ]
-    values += [(f"--{key}", value) for key in ("floor", "cap") for value in params.get(key, ())]
-    values += [("--runs", findings.runs.path)] if findings.runs is not None and findings.selection.runs_unit else []
-    flags = ["--drop-leaks"] if params.get("drop_leaks") else []
-    return " " + shlex.join([*(part for flag, value in values if value for part in (flag, f"{value}")), *flags])
+    options = findings.selection.params.model_dump(exclude={"excluded_rows"})
+    options["protocol"] = findings.selection_protocol
+    if findings.runs is not None and findings.selection.runs_unit:
+        options["runs"] = findings.runs.path
+    words: list[str] = []
+    for key, value in options.items():
+        for part in value if isinstance(value, tuple) else (value,):
+            words += [f"--{key.replace('_', '-')}"] * bool(part) + [f"{part}"] * bool(part and part is not True)
+    return " " + shlex.join(words)

@@ -95,13 +95,20 @@ def decision(findings: Findings, targets: Sequence[str]) -> View:
     if summary.documents is not None:
         part_name = f"the best {summary.documents:,} documents"
     compared = [plain(label.slices.label, 40) for label in findings.labels]
+    changes = _expected(summary.targets, np.array(weights), summary)
+    verdicts = {
+        "helps": f"keep {part_name}",
+        "hurts": f"keep the whole corpus: {part_name} are worse",
+        "unsure": f"{part_name} cannot be told from the whole corpus",
+        "": f"{part_name} have no interval, so whether they are better is unknown",
+    }
+    last = changes[-1]  # by the runs, if there are any
     view: View = {
-        "subject": subject,
-        "kept": part_name,
+        "heading": f"For {subject}, {verdicts[last['kind'] or ('unsure' if last['interval'] else '')]}",
         "rows": f"{summary.rows:,}",
         "tokens": f"{summary.tokens:,}",
         "of": of,
-        "changes": _expected(summary.targets, np.array(weights), summary),
+        "changes": changes,
         "outside": plain(summary.outside),
         "compared": compared,
         "label": "",

@@ -21,7 +21,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, row_amounts, row_tokens, suggest_labels
 from grasp.errors import ProtocolLeakError, RunsError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, task_kernels
-from grasp.predict.slices import label_slices
+from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.weights import RowSums, Weights
 from grasp.runs.alignment import Alignment
 from grasp.runs.gaussian_process import GaussianProcess, varies
@@ -92,9 +92,10 @@ def outside_range(share_G: F64, low_G: F64, high_G: F64, values: Sequence[str]) 
     This is the rule of all commands for what lies outside of the runs.
     """
     beyond_G = np.maximum(share_G - high_G, low_G - share_G)
+    if beyond_G.max(initial=0.0) <= SHARE_TOLERANCE:
+        return []
     g = int(np.argmax(beyond_G))
-    inside = beyond_G[g] <= SHARE_TOLERANCE
-    return [] if inside else [f"{values[g]} {share_G[g]:.0%}, in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"]
+    return [f"{values[g]} {share_G[g]:.0%}, in the runs {low_G[g]:.0%} to {high_G[g]:.0%}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +133,16 @@ class SubsetFeaturizer:
 
     @classmethod
     def from_predictor(
-        cls, predictor: Predictor, artifact: ArtifactReader, labels: Sequence[str], measure: str = "rows"
+        cls, predictor: Predictor, artifact: ArtifactReader, slices: Sequence[LabelSlices], measure: str = "rows"
     ) -> Self:
         """Compute the means of the slices in one pass over the relevance.
 
         Args:
             predictor: predictor of the targets of the runs.
             artifact: artifact of the predictor.
-            labels: labels whose slice shares are features. The first one defines the slices whose means are used.
+            slices: labels whose slice shares are features. The first one defines the slices whose means are used.
             measure: what the shares are shares of: rows, tokens or documents.
         """
-        slices = [label_slices(label_column(artifact, name), row_tokens(artifact)) for name in labels]
         codes = [(of_label.codes_N, len(of_label.slices)) for of_label in slices]
         amounts = tuple(_amounts(codes_N, n, row_amounts(artifact, measure, codes_N)) for codes_N, n in codes)
         factors = dict.fromkeys(artifact.kernels, 1.0)
@@ -274,22 +274,24 @@ class OutcomePredictor:
         """Return the change of each subset relative to the corpus; nan for a target without runs."""
         features, corpus = self.featurizer.features(weights), self.featurizer.corpus()
         expected_BT, half_width_BT = self._change(features, corpus)
-        outside = []
+        names = next(iter(self.labels.values()), ())
+        run_RG, share_BG = self.runs.share_BG[:, : len(names)], features.share_BG[:, : len(names)]
+        low_G, high_G, outside = run_RG.min(axis=0), run_RG.max(axis=0), list[str]()
         for b, distance in enumerate(self.gaussian_process.relative_distance(features, corpus)):
             reasons = [f"{distance:.1f} times as far from the corpus as any run"] * int(distance > MAX_DISTANCE_INSIDE)
-            for label in [*self.labels][:1]:
-                range_2G = self.share_range(label)
-                reasons += outside_range(features.share_BG[b, : len(range_2G[0])], *range_2G, self.labels[label])
-            outside.append("; ".join(reasons))
+            outside.append("; ".join(reasons + outside_range(share_BG[b], low_G, high_G, names)))
         low_BT, high_BT = expected_BT - half_width_BT, expected_BT + half_width_BT
         return PredictedChanges(expected_BT, low_BT, high_BT, tuple(outside), self.unit)
 
-    def share_range(self, label: str) -> tuple[F64, F64]:
-        """Return the smallest and the largest share of each slice of a label over the runs, (G,) each."""
+    def row_shares(self, label: str, rows_G: Integers) -> F64:
+        """Return the shares of rows of a label's slices in the runs, (R, G), also if the runs have shares of tokens."""
         names = list(self.labels)
         start = sum(len(self.labels[name]) for name in names[: names.index(label)])
-        share_RG = self.runs.share_BG[:, start : start + len(self.labels[label])]
-        return share_RG.min(axis=0), share_RG.max(axis=0)
+        share_RG, corpus_G = (
+            of.share_BG[:, start : start + len(rows_G)] for of in (self.runs, self.featurizer.corpus())
+        )
+        row_RG = share_RG * rows_G / corpus_G
+        return np.asarray(row_RG / row_RG.sum(axis=1, keepdims=True))
 
     def row_gradients(self, weights: Weights, weights_T: F64, *, cautious: bool = False) -> F64:
         """Return the derivative of the weighted change with respect to adding each row, (N,), up to a constant.
@@ -349,9 +351,10 @@ def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingR
     targets, utility_RST = dict(compress(targets.items(), varies_T)), utility_RST[:, :, varies_T]
 
     runs_predictor = Predictor.from_artifact(artifact, predictor.protocol, list(targets), sketches=SIMILARITY_SKETCHES)
-    labels = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
+    names = dict.fromkeys([*([training_runs.label] if training_runs.label else []), *suggest_labels(artifact)])
+    labels = {name: label_slices(label_column(artifact, name), row_tokens(artifact)) for name in names}
     measure = training_runs.info.measure if training_runs.info.kind == "shares" else "rows"
-    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels), measure)
+    featurizer = SubsetFeaturizer.from_predictor(runs_predictor, artifact, tuple(labels.values()), measure)
     blocks = [featurizer.features(block.weights) for block in alignment.blocks]
     reference_ST = training_runs.task_reference(list(targets.values()))
     if len(reference_ST) == utility_RST.shape[1]:  # trained on the whole corpus with every seed: one more run
@@ -367,7 +370,7 @@ def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingR
         targets=predictor.units.targets,
         kinds=dict(zip(targets, metric_kinds(map(metrics.__getitem__, targets), utility_RST), strict=True)),
         featurizer=featurizer,
-        labels={name: label_slices(label_column(artifact, name), row_tokens(artifact)).names for name in labels},
+        labels={name: of_label.names for name, of_label in labels.items()},
         gaussian_process=GaussianProcess.fit(features, utility_RST),
         runs=features,
         utility_RST=utility_RST,

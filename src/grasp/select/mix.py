@@ -32,7 +32,7 @@ from grasp.predict.slices import LabelSlices, label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
-from grasp.select.budget import ROUNDING, check_share_bounds, parse_amount, parse_shares, parse_tokens
+from grasp.select.budget import ROUNDING, check_share_bounds, first_few, parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import (
     OptimizationResult,
@@ -164,8 +164,9 @@ def mix(
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
     objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
     problem = MixtureProblem(low_G, high_G, current_G, max_distance)
+    range_note = ""
     if objective.by_runs:
-        problem = _within_runs(problem, objective, slices)
+        problem, range_note = _within_runs(problem, objective, slices)
     p_G, gap = _optimize(objective, slices, problem)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
@@ -182,7 +183,7 @@ def mix(
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
     messages += changes.notes
     if objective.by_runs:
-        messages.append("the mixture maximises the change predicted by the runs, within the range of their shares")
+        messages.append(f"the mixture maximises the change predicted by the runs{range_note}")
     messages += [
         f"no row is seen more than {max_repeat:g} times, and each value retains at least 1/{max_repeat:g} of its share "
         "(--max-repeat); --floor VALUE:0% allows a value to be dropped",
@@ -236,17 +237,22 @@ def check_max_repeat(max_repeat: float) -> None:
         raise SettingsError(f"max_repeat: got {max_repeat:g}, expected a number of repetitions of 1 or more")
 
 
-def _within_runs(problem: MixtureProblem, objective: SelectionObjective, slices: LabelSlices) -> MixtureProblem:
-    """Keep shares within the range of the runs, as `runs mix` does, unless floors and caps exclude it."""
+def _within_runs(
+    problem: MixtureProblem, objective: SelectionObjective, slices: LabelSlices
+) -> tuple[MixtureProblem, str]:
+    """Keep shares within the range of the runs, as `runs mix` does, where other bounds allow it; also return a note."""
     assert objective.run_model is not None
     if slices.label not in objective.run_model.labels:
-        return problem
-    run_low_G, run_high_G = objective.run_model.share_range(slices.label)
-    low_G, high_G = np.maximum(problem.low_G, run_low_G), np.minimum(problem.high_G, run_high_G)
+        return problem, ""
+    run_RG = objective.run_model.row_shares(slices.label, slices.rows_G)
+    run_low_G, run_high_G = run_RG.min(axis=0), run_RG.max(axis=0)
+    low_G, high_G = (np.clip(end_G, problem.low_G, problem.high_G) for end_G in (run_low_G, run_high_G))
     moved = max(np.maximum(low_G - problem.current_G, 0.0).sum(), np.maximum(problem.current_G - high_G, 0.0).sum())
-    is_possible = (low_G <= high_G).all() and low_G.sum() <= 1.0 <= high_G.sum()
-    is_near = problem.distance is None or moved <= problem.distance
-    return replace(problem, low_G=low_G, high_G=high_G) if is_possible and is_near else problem
+    if not low_G.sum() <= 1.0 <= high_G.sum() or (problem.distance is not None and moved > problem.distance):
+        return problem, "; floors, caps or the distance exclude the range of their shares"
+    outside = np.flatnonzero((problem.low_G > run_high_G + ROUNDING) | (problem.high_G < run_low_G - ROUNDING))
+    excepted = f", except {first_few([slices.names[g] for g in outside])}" if len(outside) else ""
+    return replace(problem, low_G=low_G, high_G=high_G), f", within the range of their shares of rows{excepted}"
 
 
 def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> tuple[F64, float]:

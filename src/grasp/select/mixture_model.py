@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.results import Result, first_notes
-from grasp.runs.calibration import COVERAGE, SHARE_TOLERANCE, outside_range
+from grasp.runs.calibration import COVERAGE, outside_range
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
@@ -163,13 +163,10 @@ class MixtureModel:
             }
         )
 
-    def distance_outside(self, share_BG: F64) -> F64:
-        """Return by how much each share lies outside the range of the runs, (B, G); 0 or less is inside."""
-        return np.asarray(np.maximum(share_BG - self.share_RG.max(axis=0), self.share_RG.min(axis=0) - share_BG))
-
     def is_too_far(self, share_BG: F64) -> NDArray[np.bool_]:
         """Return whether a mixture is too far outside the range of the runs for a prediction, (B, J)."""
-        outside_B1 = (self.distance_outside(share_BG) > SHARE_TOLERANCE).any(axis=1, keepdims=True)
+        ends = self.share_RG.min(axis=0), self.share_RG.max(axis=0), self.table.values
+        outside_B1 = np.array([bool(outside_range(share_G, *ends)) for share_G in share_BG], np.bool_)[:, None]
         return outside_B1 & (self.gaussian_process.relative_uncertainty(self.features(share_BG), COVERAGE) > 1.0)
 
     def has_prediction(self, share_BG: F64) -> NDArray[np.bool_]:

@@ -57,7 +57,7 @@ class OptimizationResult(Result):
             expected, expected_low, expected_high   change on other questions of the target, with its 95 % interval;
                                                     only if the protocol estimates tasks
             change                                  relative to the whole corpus
-            nats, nats_low, nats_high               change that the runs predict, with its 95 % interval; only with
+            nats, nats_low, nats_high               change that the runs predict, with its 90 % interval; only with
                                                     runs, and named after their metric if it is not a loss
 
         value: weighted mean of the changes, reduced by repetition under a training budget.
@@ -152,7 +152,8 @@ class OptimizationResult(Result):
 class EvaluatedSubset:
     """Predicted changes of one subset: `OptimizationResult.targets`, `OptimizationResult.outside`, and their notes.
 
-    `verdict` begins the headline if the interval of the weighted change contains 0; else it is empty.
+    `verdict` begins the headline if the interval of the weighted change contains 0; else it is empty. There is none if
+    the runs have metrics of different kinds, which cannot be averaged.
     """
 
     targets: pa.Table
@@ -296,9 +297,9 @@ class SelectionObjective:
         if self.run_model is None:
             assert interval is not None
             interval_notes = tuple(interval.notes(self.predictor.units.targets))
-            low, high = interval.weighted
+            (low, high), level, unit = interval.weighted, 0.95, self.predictor.unit
         else:
-            from grasp.runs.calibration import ExtrapolationLog  # noqa: PLC0415 - imported only if there are runs
+            from grasp.runs.calibration import COVERAGE, ExtrapolationLog  # noqa: PLC0415 - only if there are runs
 
             predicted, extrapolation = self.run_model.predict(weights), ExtrapolationLog()
             extrapolation.add([name], predicted)
@@ -308,7 +309,10 @@ class SelectionObjective:
             low, high = (
                 float(np.nan_to_num(end_BT[0]) @ self.weights_T) for end_BT in (predicted.low_BT, predicted.high_BT)
             )
-        verdict = f"not distinguishable from {baseline} ({low:+.3f} to {high:+.3f}); " if low <= 0.0 <= high else ""
+            level, unit = COVERAGE, predicted.unit
+        verdict = ""
+        if low <= 0.0 <= high and (self.run_model is None or len(self.run_model.requested_kinds) == 1):
+            verdict = f"not distinguishable from {baseline} ({low:+.3f} to {high:+.3f} {unit}, {level:.0%} interval); "
         notes = [*interval_notes, *(of_target.note(target) for target, of_target in reliability.items())]
         if not self.protocol.is_additive:
             notes.append(f"protocol {self.protocol.name} is not additive: rows are selected by its additive part")

@@ -103,7 +103,7 @@ def select(
         parse_document_rule(documents)
     targets = weighted_targets(target, artifact.targets)
     whole_documents = documents == "all"
-    allowed_N, excluded_notes = _allowed_rows(artifact, targets, exclude, exclude_where, drop_leaks=drop_leaks)
+    allowed_N, excluded_notes = allowed_rows(artifact, targets, exclude_where, exclude, drop_leaks=drop_leaks)
     labels = None if by is None else label_column(artifact, by, "by")
     tokens = None if train_tokens is None else parse_tokens(train_tokens)
     floors, caps = parse_bounds(floor, "floor"), parse_bounds(cap, "cap")
@@ -183,11 +183,11 @@ def select(
     )
 
 
-def _allowed_rows(
+def allowed_rows(
     artifact: ArtifactReader,
     targets: Mapping[str, float],
-    exclude: Path | str | Sequence[str] | None,
     exclude_where: str | None,
+    exclude: Path | str | Sequence[str] | None = None,
     *,
     drop_leaks: bool,
 ) -> tuple[Bool, list[str]]:
