@@ -76,8 +76,8 @@ def check_selection(
         score_N = np.asarray(scores.means(target), np.float64)
         by_words_N += weight * score_N / (score_N.std() or 1.0)
     params = summary.params
-    allowed_N, _ = allowed_rows(artifact, weights, params.exclude_where, drop_leaks=params.drop_leaks)
-    listed = ["rows that --exclude lists are in the other sets"] * (params.excluded_rows > int((~allowed_N).sum()))
+    allowed_N, _ = allowed_rows(artifact, weights, params["exclude_where"], drop_leaks=params["drop_leaks"])
+    listed = ["rows that --exclude lists are in the other sets"] * (params["excluded_rows"] > int((~allowed_N).sum()))
     by_words = ranked(by_words_N, among_N=allowed_N, count=len(selected))
     at_random = stream(0, "check selection").permutation(np.flatnonzero(allowed_N))[: len(selected)]
     sets = [WeightedRows(name, np.sort(rows)) for name, rows in zip(SETS, (selected, at_random, by_words), strict=True)]

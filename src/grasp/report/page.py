@@ -186,12 +186,12 @@ def _commands(findings: Findings) -> View:
 
 def _select_options(findings: Findings) -> str:
     """Return the options of `grasp select` with which the selection of the page was made."""
-    options = findings.selection.params.model_dump(exclude={"excluded_rows"})
-    options["protocol"] = findings.selection_protocol
+    names = "budget", "train_tokens", "by", "floor", "cap", "exclude_where", "drop_leaks", "cautious"
+    options = {key: findings.selection.params.get(key) for key in names} | {"protocol": findings.selection_protocol}
     if findings.runs is not None and findings.selection.runs_unit:
         options["runs"] = findings.runs.path
     words: list[str] = []
     for key, value in options.items():
-        for part in value if isinstance(value, tuple) else (value,):
+        for part in value if isinstance(value, list) else [value]:
             words += [f"--{key.replace('_', '-')}"] * bool(part) + [f"{part}"] * bool(part and part is not True)
     return " " + shlex.join(words)

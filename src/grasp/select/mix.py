@@ -61,16 +61,12 @@ class Mixture(OptimizationResult):
     Attributes:
         table: columns value, expression, rows, now, proposed, times_as_often; one row per label value.
         optimum: statement on optimality, for the output.
-        gap: upper bound on the distance of the value to the optimum; 0 if the runs decide, as it is unknown.
-        moved: share of the data that is moved between values.
     """
 
     kind = "mixture"
 
     label: str
     optimum: str
-    gap: float
-    moved: float
     slices: LabelSlices
 
     def write_weights(self, path: Path | str) -> None:
@@ -221,8 +217,6 @@ def mix(
         **objective.result_fields(changes, value, params),
         label=slices.label,
         optimum=optimum,
-        gap=gap,
-        moved=moved,
         slices=slices,
     )
 

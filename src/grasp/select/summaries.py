@@ -1,7 +1,8 @@
 """Read the summaries that `grasp select` and `grasp mix` save next to their results. Start with `read_summary`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -54,6 +55,7 @@ class OptimizationSummary(Summary):
     kind: str
     corpus: str
     headline: str
+    params: Mapping[str, Any]  # arguments of the command
     targets: tuple[TargetChange, ...]
     runs_unit: str | None = None
     value: float
@@ -63,25 +65,10 @@ class OptimizationSummary(Summary):
     notes: tuple[str, ...]
 
 
-class SelectionParams(Summary):
-    """Arguments of `grasp select`."""
-
-    budget: str | int | float | None = None
-    train_tokens: float | None = None
-    by: str | None = None
-    floor: tuple[str, ...] = ()
-    cap: tuple[str, ...] = ()
-    exclude_where: str | None = None
-    excluded_rows: int = 0
-    drop_leaks: bool = False
-    cautious: bool = False
-
-
 class SelectionSummary(OptimizationSummary):
     """A selection of rows, without the rows."""
 
     kind: Literal["selection"]
-    params: SelectionParams
     rows: int
     tokens: int
     documents: int | None = None  # number of documents, if whole documents were selected
