@@ -41,7 +41,6 @@ from grasp.seeds import stream
 LAST_BLOCK = ["block:-1", "final_norm"]
 FORWARD: dict[str, dict[str, Any]] = {
     "bm25": {"method": "bm25"},
-    "repsim": {"method": "activation_similarity", "centre": True},
     "loss": {"method": "loss"},
     "length": {"method": "length"},
     "random": {"method": "random"},

@@ -83,7 +83,7 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
         relevance_N = low_relevance(artifact, "relevance_output_layer", TARGET)
         out |= {"detect: geometry": share_N, "detect: fused": mean_ranks([relevance_N, share_N])}
     out["GRASP (full)"] = without_each(artifact, load_protocol(FULL_PROTOCOL))
-    for method in configure_methods(["bm25", "activation_similarity"]):
+    for method in configure_methods(["bm25"]):
         rows = score_artifact(artifact, method, cache=artifact.path / "methods")
         blocks = rows.array_blocks(rows.array_names[0], columns=rows.unit_columns(TARGET))
         out[NAMES[method.label]] = -np.concatenate([block.mean(axis=1) for _, block in blocks])
@@ -91,7 +91,7 @@ def others(artifact: ArtifactReader, *, label: str | None) -> dict[str, F64]:
 
 
 KERNELS = {"token": "output_layer", "pooled": "pooled"}  # by what the recorded results call them
-NAMES = {"bm25": "BM25", "activation_similarity": "activation similarity"}
+NAMES = {"bm25": "BM25"}
 
 
 def without_each(artifact: ArtifactReader, protocol: ScoringProtocol) -> F64:

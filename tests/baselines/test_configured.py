@@ -39,7 +39,7 @@ def test_every_entry_point_loads_and_has_a_description(name):
     ("names", "file", "message"),
     [
         (["bm52"], {}, r"unknown method 'bm52'; did you mean bm25\?"),
-        (["nonsense"], {}, r"unknown method 'nonsense'; available: activation_similarity, "),
+        (["nonsense"], {}, r"unknown method 'nonsense'; available: bm25, "),
         (["lexical"], {"mine": {"method": "bm25"}}, r"unknown label 'lexical'; configured in file: mine"),
         (["bm25", "bm25"], {}, r"bm25 given twice"),
         (None, {"mine": {"k1": 1.0}}, r"mine is not a method"),

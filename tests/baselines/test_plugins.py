@@ -44,7 +44,7 @@ def test_a_plugin_is_listed_ranks_rows_and_is_evaluated(loud, world):
 
 
 def test_without_the_package_there_is_no_such_method():
-    with pytest.raises(SettingsError, match=r"method 'loud'; .*activation_similarity"):
+    with pytest.raises(SettingsError, match=r"method 'loud'; .*bm25"):
         load_method("loud")
 
 

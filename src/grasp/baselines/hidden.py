@@ -1,16 +1,12 @@
 """Final hidden states of rows and units, at the input of the output head.
 
-Start with `hidden_at` (all positions) or `pooled_hidden` (mean over positions).
-
-Shape letters: n rows of a block, B rows of a batch, L tokens, P positions, H hidden width.
+Start with `hidden_at`. Shape letters: B rows of a batch, L tokens, P positions, H hidden width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
@@ -40,52 +36,28 @@ def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[F
         ModelError: a hidden state is not finite.
     """
     parts = []
-    for index_B, hidden_BLH, mask_BL, ids_BL in _passes(model, sequences, first):
-        row_P, t_P = mask_BL.nonzero(as_tuple=True)
-        label_P = ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32)
-        parts.append((hidden_BLH[row_P, t_P].float().cpu().numpy(), label_P, index_B[row_P.cpu().numpy()]))
-    hidden_PH, label_P, sequence_P = (np.concatenate(part) for part in zip(*parts, strict=True))
-    _check_finite(model, hidden_PH, sequence_P)
-    order_P = np.argsort(sequence_P, kind="stable")
-    return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
-
-
-def pooled_hidden(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]) -> F32:
-    """Return the mean hidden state of each sequence over these positions, (n, H); see `hidden_at`."""
-    out_nH = np.empty((len(sequences), model.hidden_size), dtype=np.float32)
-    for index_B, hidden_BLH, mask_BL, _ in _passes(model, sequences, first):
-        share_BL = mask_BL / mask_BL.sum(dim=1, keepdim=True)
-        pooled_BH = torch.bmm(share_BL[:, None, :], hidden_BLH.float() * mask_BL[:, :, None])[:, 0]
-        out_nH[index_B] = pooled_BH.cpu().numpy()
-    _check_finite(model, out_nH, np.arange(len(sequences)))
-    return out_nH
-
-
-def row_sequences(inputs: MethodInputs, start: int, stop: int) -> tuple[list[I32], list[First]]:
-    """Return the tokens of rows [start, stop), and their first positions or masks, as the functions above take them."""
-    rows = inputs.rows(start, stop)
-    masks = [rows.mask(i) for i in range(len(rows))]
-    return [rows.ids(i) for i in range(len(rows))], [0 if mask is None else mask for mask in masks]
-
-
-def _passes(
-    model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]
-) -> Iterator[tuple[I64, Tensor, Tensor, Tensor]]:
-    """Yield batches: indices (B,), hidden states (B, L, H), mask of selected positions (B, L), token ids (B, L)."""
     lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
     for index_B in model.batches(lengths):
         first_B = [first[i] for i in index_B]
         # pad_rows expects labelled tokens: a mask of them, or the first, which is one after the position before it
         labels_B = [eligible if isinstance(eligible, np.ndarray) else eligible + 1 for eligible in first_B]
         ids_BL, loss_mask_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
-        mask_BL = position_mask("all", loss_mask_BL)
-        yield index_B, model.hidden(ids_BL), mask_BL, ids_BL
-
-
-def _check_finite(model: ReferenceModel, hidden_PH: F32, sequence_P: I64) -> None:
-    bad = np.flatnonzero(~np.isfinite(hidden_PH).all(axis=1))
-    if bad.size:
+        row_P, t_P = position_mask("all", loss_mask_BL).nonzero(as_tuple=True)
+        hidden_PH = model.hidden(ids_BL)[row_P, t_P].float().cpu().numpy()
+        parts.append((hidden_PH, ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32), index_B[row_P.cpu().numpy()]))
+    hidden_PH, label_P, sequence_P = (np.concatenate(part) for part in zip(*parts, strict=True))
+    bad_P = np.flatnonzero(~np.isfinite(hidden_PH).all(axis=1))
+    if bad_P.size:
         raise ModelError(
-            f"hidden states: {bad.size} are not finite in {model.dtype}, the first in sequence "
-            f"{sequence_P[bad[0]]} of the block; build with model.dtype: float32"
+            f"hidden states: {bad_P.size} are not finite in {model.dtype}, the first in sequence "
+            f"{sequence_P[bad_P[0]]} of the block; build with model.dtype: float32"
         )
+    order_P = np.argsort(sequence_P, kind="stable")
+    return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
+
+
+def row_sequences(inputs: MethodInputs, start: int, stop: int) -> tuple[list[I32], list[First]]:
+    """Return the tokens of rows [start, stop), and their first positions or masks, as `hidden_at` takes them."""
+    rows = inputs.rows(start, stop)
+    masks = [rows.mask(i) for i in range(len(rows))]
+    return [rows.ids(i) for i in range(len(rows))], [0 if mask is None else mask for mask in masks]
