@@ -6,10 +6,10 @@ import shutil
 import pytest
 import typer
 
-import grasp.demo
+import grasp.demo.demo
 from grasp.cli import app
 from grasp.cli.options import merge_settings, split_names
-from grasp.demo import Demo, open_runs, print_answers
+from grasp.demo.demo import Demo, open_runs, print_answers
 from grasp.errors import RunsError
 from grasp.retraining.plan import fitted_lengths
 from grasp.settings import retrain_settings
@@ -35,16 +35,16 @@ def test_the_suggested_command_retrains_on_the_rows_and_units_of_the_demo(tmp_pa
 
 def test_local_runs_come_first_and_runs_of_other_rows_or_unfinished_ones_are_refused(tmp_path, monkeypatch):
     artifact, other = write_artifact(tmp_path / "art"), write_artifact(tmp_path / "other", corpus="0ther")
-    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
+    monkeypatch.setattr(grasp.demo.demo, "BUNDLED_RUNS", tmp_path / "nothing")
     with pytest.raises(RunsError, match="no retrained runs"):
         open_runs(Demo(tmp_path), artifact)
-    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", other).path)
+    monkeypatch.setattr(grasp.demo.demo, "BUNDLED_RUNS", write_environment(tmp_path / "shipped", other).path)
     with pytest.raises(RunsError, match=r"c0ffee.*shipped.*0ther"):
         open_runs(Demo(tmp_path), artifact)
     write_environment(tmp_path / "environment", artifact, done=3)
     with pytest.raises(RunsError, match="environment: unfinished"):
         open_runs(Demo(tmp_path), artifact)
-    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", write_environment(tmp_path / "right", artifact).path)
+    monkeypatch.setattr(grasp.demo.demo, "BUNDLED_RUNS", write_environment(tmp_path / "right", artifact).path)
     assert open_runs(Demo(tmp_path / "elsewhere"), artifact).name == "right"
     write_environment(tmp_path / "local" / "environment", artifact)
     assert open_runs(Demo(tmp_path / "local"), artifact).name == "environment"
@@ -52,8 +52,8 @@ def test_local_runs_come_first_and_runs_of_other_rows_or_unfinished_ones_are_ref
 
 def test_the_demo_prints_the_output_of_the_commands_that_it_shows(art, tmp_path, monkeypatch):
     for name, value in {"LABEL": "topic", "TARGET": "facts", "TASKS": ("facts",)}.items():
-        monkeypatch.setattr(grasp.demo, name, value)
-    monkeypatch.setattr(grasp.demo, "BUNDLED_RUNS", tmp_path / "nothing")
+        monkeypatch.setattr(grasp.demo.demo, name, value)
+    monkeypatch.setattr(grasp.demo.demo, "BUNDLED_RUNS", tmp_path / "nothing")
     demo, printed_lines = Demo(tmp_path), []
     shutil.copytree(art, demo.artifact_path)
     print_answers(demo, printed_lines.append)

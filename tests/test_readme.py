@@ -15,6 +15,7 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.cli import app
 from tests.cli.grasp_command import succeed
+from tests.mentions import assert_mentions
 from tests.pipeline.world import texts, write_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +108,7 @@ def test_the_page_on_replays(place):
     (place / "sft.yaml").write_text(blocks("yaml", page)[0])
     (place / "exam.jsonl").write_text('{"question": "Which is it?", "answer": "ocean water"}\n' * 2)
     printed = [succeed(*argv[1:]).out for argv in commands(page)]
-    assert printed[3].splitlines()[-1].startswith("replay: a training of 4 steps of 16 rows at learning rate 0.0001 (")
+    assert_mentions(printed[3].splitlines()[-1], "at the present load", "memory", "of disk until it is finished")
     assert "replay of 1 x 4 steps for exam" in printed[4]
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # this checkout, from any directory
 
 import grasp  # noqa: E402
-from grasp.demo import BUNDLED_RUNS, make_demo  # noqa: E402
+from grasp.demo.demo import BUNDLED_RUNS, make_demo  # noqa: E402
 from grasp.errors import GraspError  # noqa: E402
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL  # noqa: E402
 

@@ -252,9 +252,6 @@ def share_text(rows: int, of: int) -> str:
     return f"{rows:,} of {of:,} rows ({100 * rows / of:.1f} %)"
 
 
-# ----------------------------------------------------------------------------------------------- questions
-
-
 def _read_subsets(artifact: ArtifactReader, subsets: Any) -> Iterable[SubsetBlock]:
     """Read subsets from a file, a table, a DataFrame, or a mapping from names to row_ids."""
     if isinstance(subsets, Mapping):
@@ -304,9 +301,6 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
             )
         weights[expression] = weight
     return weights
-
-
-# --------------------------------------------------------------------------------------------------- slices
 
 
 def _predict_slices(
@@ -402,9 +396,6 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, float):
         return signed(value, 3 if name.startswith(EFFECT_SIZE_COLUMNS) else 4)  # changes in nats are small
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-# ---------------------------------------------------------------------------------------------------- block by block
 
 
 def prediction_table(

@@ -8,14 +8,14 @@ never read; convert them to `optimizer.safetensors` with `NAME.exp_avg` and `NAM
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,6 +24,7 @@ from grasp.errors import ModelError
 from grasp.files import entry_of
 from grasp.methods.contract import MethodInputs
 from grasp.models.causal_lm import ReferenceModel
+from grasp.text import plain
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.train import OPTIMIZER, RECORD, WEIGHTS
 
@@ -172,17 +173,19 @@ def find_checkpoints(paths: Iterable[Path]) -> tuple[Checkpoint, ...]:
 def read_recipe(path: Path) -> tuple[TrainingRecipe, int]:
     """Return the recipe and the step of the record of a training run."""
     record = _read_record(path)
-    try:
+    with _restored(path):
         return TrainingRecipe.model_validate(record["identity"]["recipe"]), int(record["step"])
-    except (KeyError, TypeError, ValidationError) as err:
-        raise ModelError(f"{path}: not the record of a training run; restore it from a copy") from err
 
 
 def _read_record(path: Path) -> dict[str, Any]:
+    with _restored(path):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+@contextmanager
+def _restored(path: Path) -> Iterator[None]:
+    """Report a record that cannot be read or has other fields."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ModelError(f"{path}: cannot be read as JSON: {err}; restore it from a copy") from err
-    if not isinstance(record, dict):
-        raise ModelError(f"{path}: got {type(record).__name__}, expected a record; restore it from a copy")
-    return record
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ModelError(f"{path}: not the record of a training run: {plain(err)}; restore it from a copy") from err

@@ -22,7 +22,7 @@ from grasp.signatures import REQUIRED, Signature, parse_signature, signed
 
 # Commands by group, in the order of `grasp --help`.
 GROUPS = {
-    "Build artifacts": ("demo", "corpus", "targets", "build", "merge", "info", "verify"),
+    "Build artifacts": ("corpus", "targets", "build", "merge", "info", "verify"),
     "Predict the effect of rows and slices": ("score", "predict", "explain", "report", "serve"),
     "Select training data": ("select", "mix"),
     "Evaluate predictions": ("check-selection", "retrain", "runs", "evaluate", "methods"),

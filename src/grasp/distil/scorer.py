@@ -184,9 +184,6 @@ class Scorer:
         return table.append_column(SCORE, pa.array(score_N)).append_column(UNFAMILIAR, pa.array(unfamiliar_N))
 
 
-# ------------------------------------------------------------------------ reader of `grasp info` and `grasp verify`
-
-
 def claims(path: Path | str) -> str:
     """Return why a directory holds a scorer, complete or not; empty if it does not."""
     return f"has a {CARD}" * (kind_of(Path(path) / CARD) == "file")

@@ -142,9 +142,6 @@ def _parse_sample(
     return _MultipleChoice.parse(location, unit, pairs, record.get("target"), _parse_prediction(record, positions))
 
 
-# ------------------------------------------------------------------------------------------------------ requests
-
-
 def _parse_requests(arguments: Any) -> list[Arguments]:
     """Return the arguments of each request, in order."""
     try:
@@ -175,9 +172,6 @@ def _require_text(text: str) -> str:
     if not text.strip():
         raise TargetError(f"completion: got {text!r}, expected text to score")
     return text
-
-
-# ----------------------------------------------------------------------------------------------- multiple choice
 
 
 @dataclass(slots=True)
@@ -301,9 +295,6 @@ def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _P
     if accuracy not in (0.0, 1.0) or any(isnan(value) for value in likelihoods):
         return None
     return _Prediction(likelihoods.index(max(likelihoods)), accuracy == 1.0)
-
-
-# ---------------------------------------------------------------------------------------------------- generation
 
 
 @dataclass(slots=True)

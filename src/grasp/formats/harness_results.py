@@ -246,9 +246,6 @@ def _refuse_undated(run: str, task: str, differences: str, first: TaskResults, s
         )
 
 
-# ------------------------------------------------------------------------------------------------- files of a harness
-
-
 def _parse_lm_harness(path: Path, file: str) -> Iterator[TaskResults]:
     """Parse a file of lm-evaluation-harness. Its metrics are named `metric,filter`; before version 0.4, `metric`."""
     data = parse_json(path.read_bytes())

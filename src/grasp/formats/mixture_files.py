@@ -44,9 +44,6 @@ def _yaml_with_comments(weights: MixtureWeights, comments: Sequence[str], data: 
     return "".join(f"# {line}\n" for line in (*comments, *renamed)) + yaml_text(data)
 
 
-# ------------------------------------------------------------------------------------------------------ writing
-
-
 def _positive_shares(weights: MixtureWeights, measure: str) -> dict[str, float]:
     """Return the share of each name that has one; shares add up to 1."""
     shares = zip(weights.names(), weights.shares(measure).tolist(), strict=True)
@@ -151,9 +148,6 @@ def _csv(weights: MixtureWeights) -> tuple[str, str]:
     for value, *numbers in zip(weights.values, *columns, strict=True):
         table.writerow([value, *(repr(round(float(number), DIGITS)) for number in numbers)])
     return text.getvalue(), "shares of rows, tokens and documents"
-
-
-# ------------------------------------------------------------------------------------------------------ reading
 
 
 def _read_axolotl(path: Path) -> Weights:

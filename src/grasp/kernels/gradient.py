@@ -71,9 +71,6 @@ def decay(x: Tensor) -> Tensor:
     return torch.where(x > 0, -torch.expm1(-x) / x.clamp(min=1e-30), 1.0)
 
 
-# ------------------------------------------------------------------------------------------------------------ curvature
-
-
 class BlockSums:
     """Sums over rows: the gradient of one block, and the factors of its curvature."""
 
@@ -381,9 +378,6 @@ class Curvature(Moments):
                 if prefix + name in arrays
             }
             self.blocks.append(BlockGeometry(**({"left_XA": None} | parts)))
-
-
-# --------------------------------------------------------------------------------------------------------------- kernel
 
 
 class Gradient(Kernel):

@@ -93,9 +93,6 @@ class Candidate:
         )
 
 
-# ------------------------------------------------------------------------------------- controls and ablations
-
-
 @dataclass(frozen=True, slots=True)
 class Control:
     """A control of the paper: the terms of the full predictor that remain."""
@@ -132,9 +129,6 @@ CONTROLS = (
     Control("without-residual-alignment", relevance=False, without="residual"),
     Control("without-self", kinds=("pair",)),  # K_raw is replaced by K_pair
 )
-
-
-# --------------------------------------------------------------------------------------------------- the family
 
 
 class ProtocolFamily(Settings):
@@ -254,9 +248,6 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
     except SettingsError as err:
         raise ProtocolError(str(err)) from err
     return validated(ProtocolFamily, data, f"family {path}", ProtocolError)
-
-
-# ------------------------------------------------------------------ number of subsets required to select a protocol
 
 
 def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:

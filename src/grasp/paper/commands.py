@@ -40,11 +40,10 @@ def calibrate(
     if listing is not None:
         check_outputs({"--list": listing})
         unused = {"ART": paths, "--runs": runs, "--family": family, "--out": out}
-        if any(unused.values()):
-            flags = ", ".join(flag for flag, value in unused.items() if value)
-            raise SettingsError(f"calibrate: {flags} cannot be combined with --list; drop it")
-        if listing.exists():
-            raise SettingsError(f"--list: {listing} already exists; choose another name, or remove it")
+        flags = ", ".join(flag for flag, value in unused.items() if value)
+        if flags or listing.exists():
+            problem = f"cannot be combined with {flags}; drop it" if flags else f"{listing} already exists; remove it"
+            raise SettingsError(f"--list: {problem}")
         from grasp.paper.candidates import write_default_family
 
         write_default_family(listing)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from scipy.spatial.distance import squareform
 
 from grasp.arrays import F32, F64
-from grasp.errors import ShapeError
 from grasp.seeds import stream
 
 MAX_ROWS = 12_000  # 4 bytes per element of the matrix: 576 MB
@@ -33,14 +32,9 @@ class ShuffledPairs:
 
     @classmethod
     def draw(cls, sketch_ND: NDArray[np.floating], *, seed: int) -> "ShuffledPairs":
-        """Permute the pair similarities of a sketch. Time: O(N^2 D); memory: 10 N^2 bytes.
-
-        Raises:
-            ShapeError: more than MAX_ROWS rows.
-        """
+        """Permute the pair similarities of a sketch. Time: O(N^2 D); memory: 10 N^2 bytes."""
         sketch_ND = np.asarray(sketch_ND, dtype=np.float32)
-        if len(sketch_ND) > MAX_ROWS:
-            raise ShapeError(f"shuffled pairs: got {len(sketch_ND)} rows, expected at most {MAX_ROWS}")
+        assert len(sketch_ND) <= MAX_ROWS
         condensed = squareform(sketch_ND @ sketch_ND.T, force="tovector", checks=False)  # the upper triangle by rows
         stream(seed, "fidelity", "pair-shuffled").shuffle(condensed)
         return cls(squareform(condensed))

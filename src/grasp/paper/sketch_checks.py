@@ -153,9 +153,6 @@ def _check_sketch(sample: SampledArtifact, weight_BN: F64, kernels: ExactKernels
     )
 
 
-# ------------------------------------------------------------------------------------ subsets and rows of the sample
-
-
 def sample_weights(sample: SampledArtifact) -> F64:
     """Return the weights of subsets of the sample, normalised to sum 1, (B, N).
 
@@ -186,9 +183,6 @@ def sample_weights(sample: SampledArtifact) -> F64:
 def _array(sample: SampledArtifact, name: str) -> F64:
     """Return the rows of the sample of an array, (N, width)."""
     return np.asarray(sample.artifact.array_rows(name, sample.index), dtype=np.float64)
-
-
-# --------------------------------------------------------------------------------------- exact inner products of rows
 
 
 def residuals_of(batch: Batch) -> csr_array:

@@ -190,9 +190,6 @@ def mean_reliability(
     return tuple(task.reliability() for task in _sampled_tasks(relevance, coefficients, counts_T, sample))
 
 
-# ------------------------------------------------------------------------------------- means over questions, shrinkage
-
-
 @dataclass(frozen=True, slots=True)
 class _Task:
     """Means of q over groups of a task's questions, for the rows of the sample.
@@ -276,9 +273,6 @@ def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
     return max(0.0, float(np.mean(slopes)))
 
 
-# ------------------------------------------------------------------------------------- prediction from text and labels
-
-
 def _predict_rows(
     tasks: Sequence[_Task], texts: Texts, labels: Sequence[I32], fold_N: I64, sample: I64
 ) -> tuple[F32, list[_Task]]:
@@ -350,9 +344,6 @@ def _exact_ridge(x_SL: csr_array, y_SJ: F64) -> tuple[F64, F64]:
     mean_J = y_SJ.mean(axis=0)
     normal_LL = (x_SL.T @ x_SL).toarray() + PENALTY * np.eye(x_SL.shape[1])
     return np.linalg.solve(normal_LL, x_SL.T @ (y_SJ - mean_J)), mean_J
-
-
-# ------------------------------------------------------------------------------------------------- sample of the rows
 
 
 def _name_hashes(names: Sequence[str]) -> NDArray[np.uint64]:

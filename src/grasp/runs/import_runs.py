@@ -236,9 +236,6 @@ def read_mixtures(
     return names, share_BG / share_BG.sum(axis=1, keepdims=True)
 
 
-# ------------------------------------------------------------------------------------------------------- mixtures
-
-
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str], notes: list[str]
 ) -> tuple[Kind, pa.Table]:
@@ -271,9 +268,6 @@ def _read_weights(
     # a run may occur again with another seed, but only with the same weights
     long = long.group_by(long.column_names, use_threads=False).aggregate([])
     return ("times" if weights == "times" else "shares"), _without_prefix(long, "row_id", columns, notes)
-
-
-# ------------------------------------------------------------------------------------------------- results
 
 
 class _WideTable:
@@ -349,9 +343,6 @@ def _parse_seed(value: Any, location: str) -> int:
     if not 0 <= number <= MAX_INTEGER:
         raise RunsError(f"{location}: seed is {value!r}, expected a whole number")
     return number
-
-
-# ------------------------------------------------------------------------------------------------------ internals
 
 
 def _resolve_directions(

@@ -85,9 +85,7 @@ def train(
         ModelError: there are fewer rows than in a batch; a loss is not finite; or `out` has a run with other arguments.
     """
     frequency_N = relative_weights(rows.n_rows, recipe.batch_rows, retained)
-    outside = [step for step in checkpoints if not 1 <= step <= recipe.steps]
-    if outside:
-        raise ModelError(f"checkpoints: got step {outside[0]}, expected 1 to {recipe.steps}")
+    assert all(1 <= step <= recipe.steps for step in checkpoints)
     assert out is not None or not checkpoints
     subset = hashlib.blake2b(np.packbits(frequency_N > 0).tobytes(), digest_size=16)
     # the most frequent row has frequency 1, so that a mask and equal weights are the same subset

@@ -22,8 +22,6 @@ from grasp.models.gradients import Block, Example, PerExample
 from grasp.seeds import stream
 from grasp.targets.margins import Answers
 
-# ------------------------------------------------------------------------------------------------- rows and units
-
 
 def sampled_rows(inputs: MethodInputs, count: int, seed: int, purpose: str, prefix: int | None = None) -> list[int]:
     """Sample distinct rows from the first `prefix` rows, in corpus order; all of them if `count` is larger."""
@@ -58,9 +56,6 @@ def unit_examples(inputs: MethodInputs) -> list[Example]:
 def mean_row_tokens(inputs: MethodInputs) -> int:
     """Return the mean length of a row, used to compare costs."""
     return max(2, round(int(inputs.artifact.manifest.details["n_tokens"]) / inputs.n_rows))
-
-
-# ---------------------------------------------------------------------------------------------------- checkpoints
 
 
 def select_checkpoints(inputs: MethodInputs, which: str) -> tuple[Checkpoint, ...]:
@@ -98,9 +93,6 @@ def open_engine(inputs: MethodInputs, checkpoint: Checkpoint, patterns: Sequence
     """
     model = checkpoint.load(inputs)
     return PerExample(model, choose_layers(model, patterns))
-
-
-# --------------------------------------------------------------------------------------------------------- scores
 
 
 def feature_scorer(
