@@ -51,13 +51,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
 from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
-from grasp.report.example_rows import (
-    ExampleRows,
-    Figures,
-    Shades,
-    collect_example_rows,
-    explain_rows,
-)
+from grasp.report.example_rows import ExampleRows, Figures, Shades, collect_example_rows, explain_rows
 from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
@@ -65,7 +59,6 @@ from grasp.select.select import select
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
 from grasp.store.records import read_record
 from grasp.text import MAX_CELL_CHARS, unique_names
-from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from grasp.yaml_files import read_yaml, yaml_text
 
 DEFAULT_BUDGET = "30%"  # of the selection, if none is given
@@ -286,6 +279,8 @@ def collect_findings(
     saved = None if rule_file is None or not rule_file.exists() else load_protocol(rule_file)
     settings, warm_up, record_file = artifact.manifest.settings, "", artifact.path / MODEL / WARM_UP
     if record_file.exists():  # the build began with another model
+        from grasp.training.fine_tuning_recipe import FineTuningRecipe  # noqa: PLC0415 - brings torch
+
         record = read_record(record_file, WarmUpRecord)
         settings = settings | {"model": settings["model"] | {"path": record.model}}
         warm_up = f" --warm-up {record.steps or FineTuningRecipe(**record.recipe or {}).steps(artifact.n_rows) // 2}"

@@ -337,7 +337,7 @@ def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
         lines.append((f"{len(tail):,} other values", sum(line[1] for line in tail), sum(line[2] for line in tail)))
     return {
         "title": title,
-        "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol.name}.", 400),
+        "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol['name']}.", 400),
         **_changes(summary.targets, summary.scale),
         "label": label,
         "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],

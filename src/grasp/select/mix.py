@@ -34,12 +34,7 @@ from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
 from grasp.select.budget import ROUNDING, check_share_bounds, first_few, parse_amount, parse_shares, parse_tokens
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
-from grasp.select.objective import (
-    OptimizationResult,
-    SelectionObjective,
-    repetition_law,
-    weighted_targets,
-)
+from grasp.select.objective import OptimizationResult, SelectionObjective, repetition_law, weighted_targets
 from grasp.text import as_names, plain
 
 if TYPE_CHECKING:
@@ -60,13 +55,11 @@ class Mixture(OptimizationResult):
 
     Attributes:
         table: columns value, expression, rows, now, proposed, times_as_often; one row per label value.
-        optimum: statement on optimality, for the output.
     """
 
     kind = "mixture"
 
     label: str
-    optimum: str
     slices: LabelSlices
 
     def write_weights(self, path: Path | str) -> None:
@@ -95,7 +88,7 @@ class Mixture(OptimizationResult):
 
     def summary(self) -> dict[str, Any]:
         """Return the result as JSON data."""
-        return super().summary() | {"label": self.label, "slices": self.table.to_pylist(), "optimum": self.optimum}
+        return super().summary() | {"label": self.label, "slices": self.table.to_pylist()}
 
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
@@ -216,7 +209,6 @@ def mix(
         tuple(messages),
         **objective.result_fields(changes, value, params),
         label=slices.label,
-        optimum=optimum,
         slices=slices,
     )
 

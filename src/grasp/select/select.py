@@ -19,25 +19,11 @@ from grasp.api.predict import prediction_notes
 from grasp.arrays import I64, Bool
 from grasp.artifact.label_table import LabelColumn, LabelTable
 from grasp.artifact.reader import ArtifactReader
-from grasp.artifact.rows import (
-    count_short_rows,
-    label_column,
-    leak_notes,
-    leaked_rows,
-    length_column,
-    row_documents,
-)
+from grasp.artifact.rows import count_short_rows, label_column, leak_notes, leaked_rows, length_column, row_documents
 from grasp.errors import SettingsError
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.weights import mask_of, single_subset
-from grasp.select.budget import (
-    Amount,
-    Constraints,
-    load_exclusions,
-    parse_bounds,
-    parse_budget,
-    parse_tokens,
-)
+from grasp.select.budget import Amount, Constraints, load_exclusions, parse_bounds, parse_budget, parse_tokens
 from grasp.select.export import parse_document_rule
 from grasp.select.items import Items
 from grasp.select.objective import SelectionObjective, weighted_targets

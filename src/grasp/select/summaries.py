@@ -18,12 +18,6 @@ class Summary(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class ProtocolName(Summary):
-    """Name of a scoring protocol."""
-
-    name: str
-
-
 class ValueShare(Summary):
     """One value of the label that floors and caps refer to, in the unit of the budget."""
 
@@ -60,7 +54,7 @@ class OptimizationSummary(Summary):
     runs_unit: str | None = None
     value: float
     scale: str
-    protocol: ProtocolName
+    protocol: Mapping[str, Any]  # by name of setting
     outside: str = ""
     notes: tuple[str, ...]
 
@@ -79,7 +73,6 @@ class SliceShares(Summary):
     """Current and proposed share of one slice."""
 
     value: str
-    rows: int
     now: float
     proposed: float
 
