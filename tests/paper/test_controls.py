@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import squareform
 
-from grasp.errors import ShapeError
 from grasp.paper import shuffled_pairs
 from grasp.paper.candidates import CONTROLS
 from grasp.paper.shuffled_pairs import ShuffledPairs
@@ -49,9 +48,3 @@ def test_shuffled_pair_geometry_is_the_double_sum(monkeypatch, block):
     similarity = shuffled.gram_NN.astype(np.float64)
     expected = [sum(w[i] * w[j] * similarity[i, j] for i in range(17) for j in range(17) if i != j) for w in weights]
     np.testing.assert_allclose(shuffled.k_pair(weights), expected, rtol=1e-10)
-
-
-def test_too_many_rows_are_refused(monkeypatch):
-    monkeypatch.setattr(shuffled_pairs, "MAX_ROWS", 5)
-    with pytest.raises(ShapeError, match=r"\b6 rows.*\b5\b"):
-        ShuffledPairs.draw(np.zeros((6, 2)), seed=0)

@@ -154,7 +154,6 @@ def test_the_result_is_an_ordinary_checkpoint_with_its_tokenizer(tmp_path, capfd
     ("options", "message"),
     [
         ({"retained": np.arange(40) < 5}, "retained: 5 of 40 rows"),
-        ({"out": "run", "checkpoints": (13,)}, r"checkpoints: .*\b13\b.*\b1 to 12"),
     ],
 )
 def test_invalid_recipes_and_rows_are_refused(tmp_path, monkeypatch, options, message):

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,8 @@ def readable(path: Path, recovery_hint: str, error_type: type[GraspError] = Arti
     """Convert the exceptions of a damaged file to one line that ends with the recovery hint `recovery_hint`."""
     try:
         yield
-    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError) as err:
-        # numpy has no bfloat16: TypeError
+    except (pa.ArrowException, SafetensorError, OSError, ValueError, EOFError, TypeError, KeyError, TokenError) as err:
+        # numpy has no bfloat16: TypeError; it tokenises the header of an array file: TokenError
         problem = "missing" if isinstance(err, FileNotFoundError) else f"damaged: {plain(err)}"
         raise error_type(f"{path}: {problem}; {recovery_hint}") from err
 
