@@ -61,8 +61,7 @@ class BuiltRule:
         if "output_layer" in kernels:
             row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
             moved = round(learning_rate_sum / (learning_rate_sum + WEIGHT_SCALE), 3) if row is _BACKWARD else 1.0
-            weights = {name: 1.0 if name == "gradient" else moved for name in row if name in kernels}
-            weights = {name: weight for name, weight in weights.items() if weight > 0}
+            weights = {name: w for name in row if name in kernels and (w := 1.0 if name == "gradient" else moved)}
         return cls(weights, "knn" in kernels and "gradient" not in kernels)
 
     def with_replay(self, *, estimate: bool) -> dict[str, float]:
