@@ -1,6 +1,10 @@
 """At which state of a training, and with which horizon, the kernel `gradient` predicts its runs best.
 
-    python -m experiments.finetune.states small-12 small-48 small-192 small-48-slow documents lengths longer-60 \\
+    python -m experiments.finetune.states small-12 small-48 small-192 small-48-slow documents lengths \\
+        --data ../shared/data --out experiments/finetune/states.json
+    python -m experiments.finetune.states contrasts longer-60 --states half \\
+        --data ../shared/data --out experiments/finetune/states.json
+    python -m experiments.finetune.states documents-lora --states start \\
         --data ../shared/data --out experiments/finetune/states.json
     python -m experiments.finetune.states instructions --data ../shared/data --out experiments/finetune/states-held.json
 

@@ -160,11 +160,11 @@ class BuildSource:
 
     def start(self) -> "Reference":
         """Load the model that a training begins with."""
-        if self.warm_up is None:
+        if (record := self.warm_up) is None:
             return self.model
         with self._without_downloads():
             start = load_reference(self.start_settings)
-        if self.warm_up is not None and start.fingerprint() != self.warm_up.fingerprint:
+        if start.fingerprint() != record.fingerprint:
             raise ArtifactError(
                 f"{self.start_settings.path}: is not the model that {self.artifact.location} began with; give "
                 "its place with --set model.path=..."
