@@ -25,7 +25,7 @@ VERBS = [
     ("grasp.mixing.import_runs", "import_runs"),
     ("grasp.api.evaluate", "evaluate"),
     ("grasp.api.predict", "predict"),
-    ("grasp.api.retrain", "retrain"),
+    ("grasp.retraining.retrain", "retrain"),
     ("grasp.api.score", "score"),
 ]
 OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "progress"}  # these have no text form

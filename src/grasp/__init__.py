@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from grasp.api.artifact import Artifact, build, merge
     from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
-    from grasp.api.retrain import retrain
     from grasp.mixing.import_runs import import_runs
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
     from grasp.results import Result
+    from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
 
@@ -49,7 +49,7 @@ _HOMES = {
     "preview_corpus": "grasp.pipeline.preview",
     "preview_targets": "grasp.pipeline.preview",
     "propose_runs": "grasp.mixing.proposals",
-    "retrain": "grasp.api.retrain",
+    "retrain": "grasp.retraining.retrain",
     "train_proxy": "grasp.pipeline.proxy",
     "warm_up": "grasp.pipeline.warm_up",
 }

@@ -338,6 +338,10 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[list[Any]]:
     return [list(line.values()) for line in counts.filter(pc.greater(counts["count_all"], 1)).to_pylist()]
 
 
+Place = Path | str
+Runs = TrainingRuns | RunTable | Place
+
+
 def open_runs(path: TrainingRuns | Path | str) -> RetrainedRuns | RunTable:
     """Open retrained or imported runs.
 
