@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from grasp.api.artifact import Artifact, build, merge
     from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
-    from grasp.api.retrain import retrain
+    from grasp.mixing.import_runs import import_runs
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
     from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
     from grasp.results import Result
-    from grasp.runs.import_runs import import_runs
+    from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
 
@@ -40,16 +40,16 @@ _HOMES = {
     "add_targets": "grasp.pipeline.add_targets",
     "build": "grasp.pipeline.build",
     "evaluate": "grasp.api.evaluate",
-    "import_runs": "grasp.runs.import_runs",
+    "import_runs": "grasp.mixing.import_runs",
     "merge": "grasp.pipeline.merge",
-    "mix_runs": "grasp.select.mixture_model",
+    "mix_runs": "grasp.mixing.mixture_model",
     "open": "grasp.api.artifact",
     "open_runs": "grasp.runs.table",
-    "predict_runs": "grasp.select.mixture_model",
+    "predict_runs": "grasp.mixing.mixture_model",
     "preview_corpus": "grasp.pipeline.preview",
     "preview_targets": "grasp.pipeline.preview",
-    "propose_runs": "grasp.select.proposals",
-    "retrain": "grasp.api.retrain",
+    "propose_runs": "grasp.mixing.proposals",
+    "retrain": "grasp.retraining.retrain",
     "train_proxy": "grasp.pipeline.proxy",
     "warm_up": "grasp.pipeline.warm_up",
 }

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.api.retrain import _settings_of_artifact
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.predictor import Predictor
+from grasp.retraining.retrain import _settings_of_artifact
 from grasp.store import remote
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.mentions import assert_mentions

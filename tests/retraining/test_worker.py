@@ -25,11 +25,12 @@ from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.retraining import worker as module
 from grasp.retraining.plan import fine_tuning_recipe, resolved_recipe, row_names
+from grasp.retraining.settings import retrain_settings
 from grasp.retraining.worker import Worker, retrain
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Run
-from grasp.settings import ModelSettings, build_settings, retrain_settings
+from grasp.settings import ModelSettings, build_settings
 from grasp.training.adamw import AdamWTraining
 from grasp.training.train import train
 from grasp.yaml_files import read_yaml, set_settings
@@ -53,7 +54,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from grasp.retraining.worker import retrain
-from grasp.settings import retrain_settings
+from grasp.retraining.settings import retrain_settings
 from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
     retrain(retrain_settings(read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]))

@@ -12,7 +12,6 @@ from typing import NoReturn, TextIO, cast
 from grasp.cli import (  # noqa: F401 - commands register themselves
     artifact_commands,
     prediction_commands,
-    runs_commands,
     selection_commands,
     validation_commands,
 )

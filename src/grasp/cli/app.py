@@ -112,7 +112,7 @@ class CommandGroups(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands of every group, then the options."""
         width = max(map(len, self.commands))
-        groups = {group: list(names) for group, names in GROUPS.items()}
+        groups = {group: [name for name in names if name in self.commands] for group, names in GROUPS.items()}
         listed = {name for names in GROUPS.values() for name in names}
         for name, further in self.commands.items():  # of other packages
             if name not in listed:

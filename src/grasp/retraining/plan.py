@@ -24,10 +24,11 @@ from grasp.pipeline.proxy import tokenizer_texts
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
+from grasp.retraining.settings import RetrainSettings
 from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RunsInfo, TargetInfo
-from grasp.settings import ModelSettings, RetrainSettings
+from grasp.settings import ModelSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import LOSS, UnitTokens

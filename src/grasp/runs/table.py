@@ -1,4 +1,4 @@
-"""Imported runs: the training mixture and the results of each run. Created by `grasp.runs.import_runs`.
+"""Imported runs: the training mixture and the results of each run. Created by `grasp.mixing.import_runs`.
 
     environment.json     meaning of the weights, direction of each metric, and checksums of the other files
     subsets.parquet      subset_id, row_id, weight: `subset_id` is the run, `row_id` a label value, a row or a document
@@ -338,6 +338,10 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[list[Any]]:
     return [list(line.values()) for line in counts.filter(pc.greater(counts["count_all"], 1)).to_pylist()]
 
 
+Place = Path | str
+Runs = TrainingRuns | RunTable | Place
+
+
 def open_runs(path: TrainingRuns | Path | str) -> RetrainedRuns | RunTable:
     """Open retrained or imported runs.
 
@@ -357,3 +361,15 @@ def open_runs(path: TrainingRuns | Path | str) -> RetrainedRuns | RunTable:
     trained = read_table(files.file(SUBSETS), RECOVERY_HINT, RunsError)
     results = read_results(files.file(UTILITIES), RESULTS_SCHEMA.names)
     return RunTable.from_results(path, info, trained, results)
+
+
+def float_column(column: pa.ChunkedArray) -> np.ndarray | None:
+    """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
+    if pa.types.is_string(column.type):
+        try:
+            return np.array([float(cell) if cell not in (None, "") else np.nan for cell in column.to_pylist()])
+        except ValueError:
+            return None
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return None
+    return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Commands for training runs of other tools: grasp runs import, predict, mix, propose."""
+"""The commands `grasp runs import`, `predict`, `mix` and `propose`, for training runs of other tools."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,15 +7,15 @@ import typer
 from typer.core import TyperGroup
 
 import grasp
-from grasp.cli.app import app, command, option
+from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs, print_result
 from grasp.cli.options import ResultFile
 
-runs = typer.Typer(cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(runs, name="runs", help="Use the training runs you already have.")
+# the entry point of the group `grasp.commands`
+commands = typer.Typer(name="runs", cls=TyperGroup, no_args_is_help=True, rich_markup_mode=None)
 
 
-@runs.callback()
+@commands.callback()
 def root() -> None:
     """Use the training runs you already have."""
 
@@ -26,8 +26,8 @@ def root() -> None:
     "grasp runs import mixtures.csv harness/ --label source --out runs",
     "grasp predict art --by source --runs runs",
     name="import",
-    group=runs,
-    verb="grasp.runs.import_runs",
+    group=commands,
+    verb="grasp.mixing.import_runs",
     more="measure higher lower size skip_failed",
 )
 def import_runs(
@@ -52,8 +52,8 @@ RunsDirectory = Annotated[Path, typer.Argument(metavar="RUNS", help="Directory w
 @command(
     "grasp runs predict runs mixtures.csv --metric sciq/loss",
     name="predict",
-    group=runs,
-    verb="grasp.select.mixture_model",
+    group=commands,
+    verb="grasp.mixing.mixture_model",
 )
 def predict_runs(
     runs: RunsDirectory,
@@ -71,8 +71,8 @@ def predict_runs(
     "grasp runs mix runs --metric sciq/loss",
     "grasp runs mix runs --cautious 1 --out best.csv",
     name="mix",
-    group=runs,
-    verb="grasp.select.mixture_model",
+    group=commands,
+    verb="grasp.mixing.mixture_model",
 )
 def mix_runs(runs: RunsDirectory, out: ResultFile = None, **params: Any) -> None:
     check_outputs({"--out": out}, {"holds the runs": runs}, tables=["--out"])
@@ -83,8 +83,8 @@ def mix_runs(runs: RunsDirectory, out: ResultFile = None, **params: Any) -> None
     "grasp runs propose runs --count 4 --out next.csv",
     "grasp runs propose runs --art art --subsets next.parquet",
     name="propose",
-    group=runs,
-    verb="grasp.select.proposals",
+    group=commands,
+    verb="grasp.mixing.proposals",
 )
 def propose_runs(
     runs: RunsDirectory,

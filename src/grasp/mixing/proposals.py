@@ -24,6 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
+from grasp.mixing.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
@@ -35,7 +36,6 @@ from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
 from grasp.select.budget import check_share_bounds, first_few, parse_shares, parse_tokens
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
-from grasp.select.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 
 CANDIDATES = 1_000  # random mixtures
 EVALUATED_CANDIDATES = 250  # candidates that are evaluated: the most promising ones and a random sample of the others

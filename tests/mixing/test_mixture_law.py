@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
+from grasp.mixing.mixture_law import EXPONENTS, MARGINS, MAX_FOLDS, PENALTIES, MixtureLaw, fit_process
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.marginal_likelihood import JITTER
-from grasp.runs.mixture_law import EXPONENTS, MARGINS, MAX_FOLDS, PENALTIES, MixtureLaw, fit_process
 from grasp.runs.subset_features import SubsetFeatures
 
 N_VALUES, N_METRICS = 5, 3

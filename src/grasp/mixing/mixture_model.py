@@ -1,7 +1,7 @@
 """Predict and optimise mixtures from training runs alone, without an artifact.
 
 `MixtureModel` fits a law of mixtures and a Gaussian process to runs on mixtures of a label's values. Start
-with `predict_runs` and `mix_runs`; results are in the units of the metrics. `grasp.select.proposals` proposes the
+with `predict_runs` and `mix_runs`; results are in the units of the metrics. `grasp.mixing.proposals` proposes the
 mixtures to train next.
 
 Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T metrics, J metrics and the objective.
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from grasp.arrays import F64
 from grasp.errors import RunsError
+from grasp.mixing.import_runs import read_mixtures
+from grasp.mixing.mixture_law import MixtureLaw, fit_process
 from grasp.results import Result, first_notes
 from grasp.runs.calibration import COVERAGE, outside_range
 from grasp.runs.gaussian_process import GaussianProcess
-from grasp.runs.import_runs import read_mixtures
 from grasp.runs.metric_names import metric_kinds
-from grasp.runs.mixture_law import MixtureLaw, fit_process
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.budget import first_few

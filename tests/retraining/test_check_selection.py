@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import grasp
-from grasp.api import check_selection as checked
+from grasp.retraining import check_selection as checked
 from grasp.runs.training_runs import Utilities
 from tests.cli.grasp_command import refused, succeed
 

@@ -34,7 +34,7 @@ from grasp.files import check_directory
 from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
 from grasp.runs.metric_names import SHARE, SPLIT_NAMES, direction_by_name, is_standard_error, metric_kind
 from grasp.runs.predictions import WHOLE_TASK
-from grasp.runs.table import SUM_TOLERANCE, WEIGHTS_SCHEMA, RunTable
+from grasp.runs.table import SUM_TOLERANCE, WEIGHTS_SCHEMA, RunTable, float_column
 from grasp.runs.training_runs import Direction, Kind, RunsInfo
 from grasp.runs.utility_tables import RESULTS_SCHEMA
 from grasp.store.checksummed_parquet import read_checksummed
@@ -455,15 +455,3 @@ def _string_column(table: pa.Table, name: str, location: str) -> pa.ChunkedArray
     if column.null_count:
         raise RunsError(f"{location}: {column.null_count} cells of {name!r} are empty, expected names")
     return column
-
-
-def float_column(column: pa.ChunkedArray) -> np.ndarray | None:
-    """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
-    if pa.types.is_string(column.type):
-        try:
-            return np.array([float(cell) if cell not in (None, "") else np.nan for cell in column.to_pylist()])
-        except ValueError:
-            return None
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        return None
-    return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)

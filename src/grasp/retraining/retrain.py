@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grasp.artifact.label_table import LabelTable
 from grasp.artifact.manifest import ADDED_TARGETS
@@ -11,18 +11,13 @@ from grasp.errors import SubsetError
 from grasp.models.build_source import BuildSource
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.predict.families import parse_family
+from grasp.progress import RetrainStatus
+from grasp.retraining.settings import RetrainSettings, retrain_settings
 from grasp.runs.retrained import RetrainedRuns
-from grasp.runs.table import RunTable
-from grasp.runs.training_runs import TrainingRuns
-from grasp.settings import RetrainSettings, form_of_loss, retrain_settings, without_foreign_code
+from grasp.runs.table import Place
+from grasp.settings import form_of_loss, without_foreign_code
 from grasp.yaml_files import get_setting, override_settings, plain_settings, read_yaml, require_flags, set_settings
 
-if TYPE_CHECKING:
-    from grasp.retraining.worker import RetrainStatus
-
-
-Place = Path | str
-Runs = TrainingRuns | RunTable | Place
 REQUIRED = {"--corpus": "corpus.path", "--targets": "targets.names"}
 
 
@@ -48,7 +43,7 @@ def retrain(
     train_command: str | None = None,
     jobs: "Callable[[str], None] | None" = None,
     cluster: ClusterSpec | None = None,
-    progress: "Callable[[RetrainStatus], None] | None" = None,
+    progress: Callable[[RetrainStatus], None] | None = None,
 ) -> RetrainedRuns:
     """Train a model on each of many subsets of the corpus, and evaluate it.
 

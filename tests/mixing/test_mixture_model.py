@@ -9,11 +9,11 @@ import pytest
 
 import grasp
 from grasp.errors import RunsError, SettingsError
+from grasp.mixing.mixture_model import MixtureModel
+from grasp.mixing.proposals import most_informative
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.select.mixture_model import MixtureModel
-from grasp.select.proposals import most_informative
 from tests.cli.grasp_command import cells, refused, succeed
 from tests.runs.environments import TOPICS, write_artifact
 

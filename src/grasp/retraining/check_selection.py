@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.stats import t as student
 
-from grasp.api.retrain import retrain
 from grasp.arrays import F64
 from grasp.artifact.manifest import ADDED_TARGETS
 from grasp.artifact.reader import ArtifactReader
@@ -27,6 +26,7 @@ from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import WeightedRows, in_blocks
 from grasp.results import Result
+from grasp.retraining.retrain import retrain
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.seeds import stream
 from grasp.select.select import allowed_rows
