@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
     from grasp.inspect.explain import explain as _explain
-    from grasp.inspect.health import check as _check
     from grasp.pipeline.build import build as _build
     from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
@@ -127,7 +126,6 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
-        check = _typed(_check)
         report = _typed(_report)
         serve = _typed(_serve)
     else:
@@ -136,7 +134,6 @@ class Artifact:
         explain = _LazyMethod("grasp.inspect.explain")
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
-        check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
         serve = _LazyMethod("grasp.report.serve")
 
