@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from grasp.pipeline.build import build as _build
     from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
-    from grasp.report.serve import serve as _serve
     from grasp.results import Result
     from grasp.select.mix import mix as _mix
     from grasp.select.select import select as _select
@@ -129,7 +128,6 @@ class Artifact:
         mix = _typed(_mix)
         check = _typed(_check)
         report = _typed(_report)
-        serve = _typed(_serve)
     else:
         score = _LazyMethod("grasp.api.score")
         predict = _LazyMethod("grasp.api.predict")
@@ -138,7 +136,6 @@ class Artifact:
         mix = _LazyMethod("grasp.select.mix")
         check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
-        serve = _LazyMethod("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
         """Return arrays and their sizes, settings, fingerprints, and counts of skipped documents."""
