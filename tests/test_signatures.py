@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grasp.report.serve import REPEATABLE, SERVED_VERBS
+from grasp.serving.serve import REPEATABLE, SERVED_VERBS
 from grasp.signatures import REQUIRED, parse_signature
 
 VERBS = [
@@ -20,7 +20,7 @@ VERBS = [
     ("grasp.select.mix", "mix"),
     ("grasp.select.select", "select"),
     ("grasp.pipeline.build", "build"),
-    ("grasp.report.serve", "serve"),
+    ("grasp.serving.serve", "serve"),
     ("grasp.report.build_report", "report"),
     ("grasp.mixing.import_runs", "import_runs"),
     ("grasp.api.evaluate", "evaluate"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
+    from grasp.serving.serve import serve
 
 __version__ = "0.2.0"
 
@@ -50,6 +51,7 @@ _HOMES = {
     "preview_targets": "grasp.pipeline.preview",
     "propose_runs": "grasp.mixing.proposals",
     "retrain": "grasp.retraining.retrain",
+    "serve": "grasp.serving.serve",
     "train_proxy": "grasp.pipeline.proxy",
     "warm_up": "grasp.pipeline.warm_up",
 }
@@ -72,6 +74,7 @@ __all__ = [
     "preview_targets",
     "propose_runs",
     "retrain",
+    "serve",
     "train_proxy",
     "warm_up",
 ]  # without `open`, so that `from grasp import *` does not shadow the built-in

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from grasp.pipeline.build import build as _build
     from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
-    from grasp.report.serve import serve as _serve
     from grasp.results import Result
     from grasp.select.mix import mix as _mix
     from grasp.select.select import select as _select
@@ -127,7 +126,6 @@ class Artifact:
         select = _typed(_select)
         mix = _typed(_mix)
         report = _typed(_report)
-        serve = _typed(_serve)
     else:
         score = _LazyMethod("grasp.api.score")
         predict = _LazyMethod("grasp.api.predict")
@@ -135,7 +133,6 @@ class Artifact:
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
         report = _LazyMethod("grasp.report.build_report")
-        serve = _LazyMethod("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
         """Return arrays and their sizes, settings, fingerprints, and counts of skipped documents."""

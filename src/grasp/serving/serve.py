@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, validate_call
 import grasp
 from grasp.api.predict import predict
 from grasp.api.score import score
-from grasp.artifact.reader import ArtifactReader
+from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
@@ -137,7 +137,7 @@ INSTRUCTIONS = (
 
 
 def serve(
-    artifact: ArtifactReader,
+    art: Opened,
     *,
     port: int = 8765,
     runs: TrainingRuns | Path | str | None = None,
@@ -147,6 +147,7 @@ def serve(
     """Serve the report of an artifact on this machine until interrupted.
 
     Args:
+        art: artifact to serve.
         port: port to listen on; 0 selects a free port.
         runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
         model: path of the model, which explains rows. Default: the path recorded by the build.
@@ -157,7 +158,7 @@ def serve(
         SettingsError: the port is in use.
     """
     uvicorn = require("uvicorn", extra=EXTRA, feature="grasp serve")
-    app = web(artifact, runs=runs, model=model)
+    app = web(art.files, runs=runs, model=model)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:  # bound before the URL is announced
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -231,7 +231,7 @@ def test_a_port_in_use_is_refused(art):
             "serve", art, "--port", port_in_use
         )
         with pytest.raises(SettingsError, match="Address already in use"):
-            grasp.open(art).serve(port=port_in_use)
+            grasp.serve(grasp.open(art), port=port_in_use)
 
 
 def test_it_listens_on_this_machine_alone(port):
