@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from grasp.mixing.import_runs import import_runs
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
-    from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
+    from grasp.previews.preview import preview_corpus, preview_targets
     from grasp.results import Result
     from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
@@ -47,8 +47,8 @@ _HOMES = {
     "open": "grasp.api.artifact",
     "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.mixing.mixture_model",
-    "preview_corpus": "grasp.pipeline.preview",
-    "preview_targets": "grasp.pipeline.preview",
+    "preview_corpus": "grasp.previews.preview",
+    "preview_targets": "grasp.previews.preview",
     "propose_runs": "grasp.mixing.proposals",
     "retrain": "grasp.retraining.retrain",
     "serve": "grasp.serving.serve",

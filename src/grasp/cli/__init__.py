@@ -9,12 +9,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO, cast
 
-from grasp.cli import (  # noqa: F401 - commands register themselves
-    artifact_commands,
-    prediction_commands,
-    selection_commands,
-    validation_commands,
-)
+from grasp.cli import artifact_commands, prediction_commands, selection_commands, validation_commands  # noqa: F401
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.entry_points import entries, load
