@@ -1,4 +1,4 @@
-"""Commands that build and inspect artifacts: grasp build, merge, info, verify."""
+"""Commands that build and inspect artifacts: grasp build, info, verify."""
 
 import shlex
 from pathlib import Path
@@ -136,25 +136,6 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
         score += ["--min-tokens", str(MIN_RELIABLE_TOKENS)]
     if not Watch.quiet:
         print(f"next: {program()} {shlex.join(score)}")
-
-
-@command(
-    "grasp build --model ./ckpt --corpus news --targets sciq --out news-art",
-    "grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art",
-    "grasp merge news-art code-art --out art",
-)
-def merge(
-    parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
-    out: Path = option("--out DIR", "New directory for the artifact."),
-) -> None:
-    """Merge artifacts of different sources into one.
-
-    They must have the same model, features, moments and targets: build the later ones with --like. Texts are not
-    copied: use the original artifacts for explain and select --export.
-    """
-    with Watch() as watch:
-        artifact = grasp.merge(parts, out, progress=watch)
-    print(f"{out}: {len(artifact):,} rows of {len(parts)} artifacts, targets: {', '.join(artifact.targets)}")
 
 
 @command("grasp info art", "grasp info art --check --runs dev")
