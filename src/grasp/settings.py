@@ -302,7 +302,7 @@ Positions = Annotated[str, AfterValidator(_positions)]
 
 
 Train = Literal["further", "new"]
-OWN_RULES = ("default", "forward")  # other rules are registered
+DEFAULT_RULE = "default"  # other rules are registered
 PROTOCOLS = "grasp.protocols"  # entry points of registered rules, see `grasp.predict.scoring_rule.RegisteredProtocol`
 
 
@@ -310,9 +310,9 @@ class FeatureSettings(Settings):
     """Kernels that compare rows with units, the positions that they read, and their preconditioners."""
 
     rule: str = Field(
-        "default",
-        description="Kernels to build. default: those of the default scoring rule; forward: those of them that need no "
-        "backward pass; or a registered rule: paper is that of the paper.",
+        DEFAULT_RULE,
+        description="Kernels to build. default: those of the default scoring rule; or a registered rule: paper is that "
+        "of the paper.",
     )
     kernels: tuple[str, ...] = Field(
         (), description="Names of kernels and sketches, see docs/how-it-works.md. Empty: by `rule` and `train`."
@@ -381,7 +381,7 @@ class FeatureSettings(Settings):
     @field_validator("rule")
     @classmethod
     def _validate_rule(cls, rule: str) -> str:
-        known = [*OWN_RULES, *entries(PROTOCOLS)]
+        known = [DEFAULT_RULE, *entries(PROTOCOLS)]
         if rule not in known:
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
@@ -408,7 +408,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = KERNELS[train] if self.rule == DEFAULT_RULE else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property

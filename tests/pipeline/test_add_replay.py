@@ -350,7 +350,7 @@ def test_the_forecast_contains_the_replay(settings, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": RECIPE, "replay": False, "rule": "forward"}, r"--recipe: no effect"),
+        ({"recipe": RECIPE, "replay": False, "rule": "paper"}, r"--recipe: no effect"),
         ({"recipe": {"label_smoothing_factor": 0.1}}, r"label_smoothing_factor is set to 0\.1"),
         ({"recipe": {"optim": "sgd"}}, r"optim: got 'sgd', expected AdamW"),
         ({"recipe": "none.yaml"}, r"none\.yaml"),

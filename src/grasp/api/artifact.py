@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
     from grasp.inspect.explain import explain as _explain
-    from grasp.inspect.health import check as _check
     from grasp.pipeline.build import build as _build
     from grasp.report.build_report import report as _report
     from grasp.results import Result
@@ -125,7 +124,6 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
-        check = _typed(_check)
         report = _typed(_report)
     else:
         score = _LazyMethod("grasp.api.score")
@@ -133,7 +131,6 @@ class Artifact:
         explain = _LazyMethod("grasp.inspect.explain")
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
-        check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
 
     def info(self) -> "ArtifactInfo":

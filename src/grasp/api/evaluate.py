@@ -32,7 +32,6 @@ from grasp.text import parse_names
 SUMS = (  # sums of kernels that are evaluated, besides every kernel alone
     ("output_layer", "embedding"),
     ("output_layer", "embedding", "knn"),
-    ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
 )
 
 

@@ -9,7 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program
-from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, cluster_spec, merge_settings
+from grasp.cli.options import Address, Assignments, ConfigFile, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_text
@@ -138,33 +138,15 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
         print(f"next: {program()} {shlex.join(score)}")
 
 
-@command("grasp info art", "grasp info art --check --runs dev")
+@command("grasp info art")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of an artifact or a scorer."),
     as_json: bool = option("--json", "Print JSON.", False),
-    check_health: bool = option("--check", "Check the approximations of the artifact on its own rows instead.", False),
-    runs: Path | None = option(
-        "--runs DIR", "With --check: retrained subsets whose order is compared with predictions.", None
-    ),
-    protocol: Path | None = rare("--protocol FILE", "Protocol to predict with. Default: the built-in one.", None),
-    assignments: ModelOverrides = [],
 ) -> None:
-    """Describe an artifact or a scorer, or check an artifact.
-
-    Each line of --check has the healthy range of a value, and what to change if it is outside. Features that were not
-    stored are computed again with the model, if it is available.
-    """
+    """Describe an artifact or a scorer."""
     from grasp.artifact.inspection import info as describe
     from grasp.file_readers import claimed
 
-    if check_health:
-        overrides = merge_settings(None, assignments, {})
-        health = grasp.open(path).check(runs=runs, protocol=protocol, overrides=overrides)
-        print(health.to_json() if as_json else health)
-        return
-    for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
-        if value:
-            raise SettingsError(f"{flag}: requires --check")
     claim = claimed("output", path)
     summary = describe(path) if claim is None else claim.reader.read(path)
     print(json_text(summary.to_dict()) if as_json else summary)
