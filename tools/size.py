@@ -45,7 +45,19 @@ LIMITS = ROOT / "tools" / "size.toml"
 PACKAGE = str(SOURCE) + os.sep
 TOP = "."  # stands for the modules outside of packages
 # packages that are not part of the core
-OPTIONAL = ("baselines", "demo", "distil", "formats", "mixing", "paper", "retraining", "serving", "vision")
+OPTIONAL = (
+    "baselines",
+    "demo",
+    "distil",
+    "formats",
+    "merging",
+    "mixing",
+    "paper",
+    "previews",
+    "retraining",
+    "serving",
+    "vision",
+)
 COLUMNS = ("lines", "code", "functions", "raise")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 COMMANDS = {

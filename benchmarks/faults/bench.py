@@ -26,8 +26,8 @@ from grasp.cli import SYSTEM_ERRORS
 from grasp.distil.apply import apply
 from grasp.distil.distil import distil
 from grasp.errors import GraspError
+from grasp.merging.merge import merge
 from grasp.mixing.import_runs import import_runs
-from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.retraining.settings import retrain_settings

@@ -16,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api.artifact import Artifact, build, merge
+    from grasp.api.artifact import Artifact, build, opened
     from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
+    from grasp.merging.merge import merge as _merge
     from grasp.mixing.import_runs import import_runs
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
-    from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
+    from grasp.previews.preview import preview_corpus, preview_targets
     from grasp.results import Result
     from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
     from grasp.serving.serve import serve
+
+    merge = opened(_merge)
 
 __version__ = "0.2.0"
 
@@ -42,13 +45,13 @@ _HOMES = {
     "build": "grasp.pipeline.build",
     "evaluate": "grasp.api.evaluate",
     "import_runs": "grasp.mixing.import_runs",
-    "merge": "grasp.pipeline.merge",
+    "merge": "grasp.merging.merge",
     "mix_runs": "grasp.mixing.mixture_model",
     "open": "grasp.api.artifact",
     "open_runs": "grasp.runs.table",
     "predict_runs": "grasp.mixing.mixture_model",
-    "preview_corpus": "grasp.pipeline.preview",
-    "preview_targets": "grasp.pipeline.preview",
+    "preview_corpus": "grasp.previews.preview",
+    "preview_targets": "grasp.previews.preview",
     "propose_runs": "grasp.mixing.proposals",
     "retrain": "grasp.retraining.retrain",
     "serve": "grasp.serving.serve",

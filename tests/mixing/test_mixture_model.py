@@ -274,3 +274,86 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
 def test_bounds_of_proposals_that_cannot_be_met_are_refused(runs, requested, message):
     with pytest.raises(SettingsError, match=message):
         grasp.propose_runs(runs, **requested)
+
+
+# ------------------------------------------------------------------------------------------------ sizes and lengths
+
+COST_GX = np.array([[0.6, 0.1], [0.1, 0.1], [0.3, 0.5]])  # of small and of short runs, by value
+
+
+def scaled_loss(share_BG, params, tokens):
+    """Return a planted joint law, in which the first value costs small models most."""
+    shrinking = np.stack([(params / 1e7) ** -0.34, (tokens / 1e9) ** -0.28])
+    return 1.5 + 1 / (0.5 + np.sqrt(share_BG) @ np.array([2.0, 1.0, 0.5])) + share_BG @ COST_GX @ shrinking
+
+
+def scaled_runs(noise=0.002):
+    """24 mixtures of 1 M parameters, 12 of them of 10 M as well, and 6 of 100 M with more tokens."""
+    rng = np.random.default_rng(7)
+    share_BG = rng.dirichlet(np.full(3, 0.8), 24)
+    rows = [(b, 10.0**e, n) for e, count, n in ((6, 24, 1e9), (7, 12, 1e9), (8, 6, 1e10)) for b in range(count)]
+    loss = [scaled_loss(share_BG[b], params, tokens) + noise * rng.standard_normal() for b, params, tokens in rows]
+    shares = pa.table({"run": [f"m{b}" for b in range(24)]} | {value: share_BG[:, g] for g, value in enumerate(TOPICS)})
+    results = {"run": [f"m{b}" for b, *_ in rows], "n_params": [f"{p / 1e6:.0f}M" for _, p, _ in rows]}
+    results |= {"tokens_seen": [tokens for *_, tokens in rows], "sciq/loss": loss, "arc/loss": [x + 1 for x in loss]}
+    return grasp.import_runs(shares, pa.table(results), label="topic")
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    return scaled_runs()
+
+
+def test_runs_of_several_sizes_predict_a_larger_and_longer_one(scaled):
+    assert {"params of the runs: from the column 'n_params'", "tokens of the runs: from the column 'tokens_seen'"} <= {
+        *scaled.notes
+    }
+    share_BG = np.random.default_rng(5).dirichlet(np.ones(3), 100)
+    small_B = scaled_loss(share_BG, 1e6, 1e9)
+    for params, tokens, least in ((1e8, 1e10, 0.85), (1e9, 3e10, 0.6)):  # beyond the runs all mixtures share an error
+        result = grasp.predict_runs(scaled, mixtures(share_BG), "sciq/loss", params=params, tokens=tokens)
+        table, truth_B = result.to_pandas(), scaled_loss(share_BG, params, tokens)
+        rho = np.corrcoef(table["expected"], truth_B)[0, 1]
+        assert rho > 0.9 > np.corrcoef(small_B, truth_B)[0, 1]
+        assert ((table["low"] < truth_B) & (truth_B < table["high"])).mean() > least
+    assert "mean of many seeds of 1B parameters, 30B tokens" in str(result)
+    assert any("rank correlation between mixtures of 1M parameters, 1B tokens and of 1B" in n for n in result.notes)
+
+
+def test_intervals_grow_with_the_distance_from_the_runs(scaled):
+    share_BG = np.random.default_rng(6).dirichlet(np.ones(3), 20)
+    models = [MixtureModel.from_runs(scaled, "sciq/loss", params) for params in ("10M", "100M", "1B", "10B")]
+    widths = [float(model.predict(share_BG)[1].mean()) for model in models]
+    assert widths[1] < widths[2] < widths[3]
+    best = [grasp.mix_runs(scaled, "sciq/loss", params=params).to_pandas() for params in ("1M", "10B")]
+    first = [table.set_index("value").loc[TOPICS[0], "proposed"] for table in best]
+    assert first[1] > first[0]  # its cost is that of a small model
+
+
+def test_a_size_that_no_run_supports_is_refused_with_the_runs_that_would_settle_it(scaled, runs):
+    with pytest.raises(RunsError, match=r"--params: got .*the runs have 1M to 100M"):
+        grasp.mix_runs(scaled, params="1000000T")
+    with pytest.raises(RunsError, match=r"--params: got 70B, the runs have 1M to 100M: .*six or more, at 265M"):
+        grasp.mix_runs(scaled, params="70B")
+    with pytest.raises(RunsError, match=r"--tokens: all runs have one size and length.*six or more, at another"):
+        grasp.mix_runs(runs, tokens="1T")
+    with pytest.raises(SettingsError, match=r"params: got 'big'"):
+        grasp.mix_runs(scaled, params="big")
+
+
+def test_one_size_of_several_is_predicted_as_if_it_were_alone(scaled):
+    """The order of runs and their names do not matter, nor do results in another unit."""
+    alone, scale_RX = scaled.select_size("1M").by_scale()
+    assert scale_RX is None
+    assert len(alone) == 24
+    table, scale_RX = scaled.by_scale()
+    assert len(table) == 42
+    assert sorted({name.partition(" (")[2] for name in table.runs}) == [
+        "100M, 10B tokens)",
+        "10M, 1B tokens)",
+        "1M, 1B tokens)",
+    ]
+    for r, name in enumerate(table.runs):
+        b = int(name.partition(" ")[0][1:])
+        np.testing.assert_array_equal(table.weights_RG()[r], alone.weights_RG()[b])
+    np.testing.assert_allclose(np.exp(scale_RX).max(axis=0), [1e8, 1e10])

@@ -18,11 +18,11 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT
+from grasp.merging.merge import merge
 from grasp.pipeline.add_replay import NEW_MODEL_NOTE
 from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.build import add_replay, build
 from grasp.pipeline.forecast import forecast
-from grasp.pipeline.merge import merge
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from grasp.artifact.reader import ArtifactReader
     from grasp.inspect.explain import explain as _explain
     from grasp.pipeline.build import build as _build
-    from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
     from grasp.results import Result
     from grasp.select.mix import mix as _mix
@@ -160,5 +159,5 @@ def opened(function: "Callable[P, ArtifactReader]") -> Callable[P, Artifact]:
     return build_and_open
 
 
-if TYPE_CHECKING:  # `grasp.build` and `grasp.merge`
-    build, merge = opened(_build), opened(_merge)
+if TYPE_CHECKING:  # `grasp.build`
+    build = opened(_build)

@@ -46,13 +46,8 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
     return [(re.sub(r" <.*>$", "", record[0]), record[1]) for record in records if record is not None]
 
 
-RESUMABLE = (
-    "demo",
-    "build",
-    "apply",
-    "retrain",
-    "check-selection",
-)  # commands that continue from the finished parts of their output
+# commands that continue from the finished parts of their output
+RESUMABLE = ("demo", "build", "apply", "retrain", "check-selection")
 
 
 class Command(TyperCommand):

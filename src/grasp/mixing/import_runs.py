@@ -18,6 +18,7 @@ trainers, harnesses and trackers (`grasp.file_readers`). A reader of `results` r
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from grasp.arrays import F64
-from grasp.errors import RunsError
+from grasp.errors import RunsError, SettingsError
 from grasp.file_readers import claimed
 from grasp.files import check_directory
 from grasp.mixtures import MEASURES, mixture_files, read_mixtures_of_runs
@@ -37,15 +38,17 @@ from grasp.runs.predictions import WHOLE_TASK
 from grasp.runs.table import SUM_TOLERANCE, WEIGHTS_SCHEMA, RunTable, float_column
 from grasp.runs.training_runs import Direction, Kind, RunsInfo
 from grasp.runs.utility_tables import RESULTS_SCHEMA
+from grasp.select.budget import parse_tokens
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import did_you_mean
 
 NAME_COLUMNS = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
+PARAMS = ("params", "n_params", "num_params", "parameters")
 METADATA_COLUMNS = {  # names of the columns with fields of a run, the preferred one first
     "seed": ("seed",),
-    "size": ("size", "model_size", "params"),
-    "params": ("params",),
-    "tokens": ("tokens", "train_tokens", "n_tokens"),
+    "size": ("size", "model_size", *PARAMS),
+    "params": (*PARAMS, "size", "model_size"),
+    "tokens": ("tokens", "train_tokens", "n_tokens", "num_tokens", "tokens_seen"),
     "state": ("state", "status"),
 }
 FINISHED_STATES = ("finished", "completed", "success")
@@ -58,6 +61,7 @@ IMPORTED = {"role": "dev", "recipe": "imported", "seeds": (), "corpus_fingerprin
 IMPORTED |= {"subset_ids": (), "masks_checksum": "", "reference": False}
 MAX_LISTED = 5
 MAX_INTEGER = (1 << 63) - 1
+MIN_COUNT = 1_000  # smaller numbers are no numbers of parameters or tokens, but of millions or of a name
 
 
 def import_runs(
@@ -146,7 +150,7 @@ def import_runs(
         results_table, results_location = _read_table(results)
 
     wide = _WideTable(results_table, results_location)
-    results_long, failed = wide.results(metrics, skip_failed)
+    results_long, failed = wide.results(metrics, skip_failed, notes)
     metric_names = tuple(dict.fromkeys(results_long["target"].to_pylist()))
     _refuse_mixed_scales(results_long, results_location)
     directions = _resolve_directions(
@@ -280,9 +284,11 @@ class _WideTable:
         original_name = {name.lower(): name for name in table.column_names if name != name_column}
         used = {name_column}
         self.metadata: dict[str, pa.Array] = {}  # by the names of `METADATA_COLUMNS`; null if there is no such column
+        self.metadata_columns: dict[str, str] = {}
         for field, options in METADATA_COLUMNS.items():
             names = [original_name[option] for option in options if option in original_name]
             self.metadata[field] = table[names[0]] if names else pa.nulls(len(table))
+            self.metadata_columns[field] = names[0] if names else ""
             used.update(names)
         self.standard_errors = [name for name in table.column_names if is_standard_error(name)]
         others = [name for name in table.column_names if name not in (*used, *self.standard_errors)]
@@ -304,8 +310,8 @@ class _WideTable:
             raise RunsError(f"{self.location}: no numeric column matches {unmatched[0]!r}; available: {available}")
         return selected
 
-    def results(self, patterns: Sequence[str], skip_failed: bool) -> tuple[pa.Table, list[str]]:
-        """Return results with RESULTS_SCHEMA, and the run of each line that is skipped as failed."""
+    def results(self, patterns: Sequence[str], skip_failed: bool, notes: list[str]) -> tuple[pa.Table, list[str]]:
+        """Return results with RESULTS_SCHEMA, and the run of each line that is skipped as failed; add notes."""
         metrics = self.select_columns(patterns)
         if not metrics:
             raise RunsError(f"{self.location}: has no numeric columns with results; standard errors are no results")
@@ -321,8 +327,10 @@ class _WideTable:
             [None if sizes[r] is None else str(sizes[r]) for r in chosen_R],
         ]
         for name in ("params", "tokens"):
-            numbers = float_column(self.metadata[name])
-            fields_of_run.append([None] * len(chosen_R) if numbers is None else numbers[chosen_R])
+            counts = _counts(self.metadata[name])
+            if any(count is not None for count in counts):
+                notes.append(f"{name} of the runs: from the column {self.metadata_columns[name]!r}")
+            fields_of_run.append([counts[r] for r in chosen_R])
         r, t = (index.ravel() for index in np.indices((len(chosen_R), len(metrics))))
         columns = [
             pa.array(values, field.type, from_pandas=True).take(pa.array(r))
@@ -330,6 +338,17 @@ class _WideTable:
         ]
         columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[chosen_R].ravel()]
         return pa.table(columns, RESULTS_SCHEMA), [self.runs[r] for r in np.flatnonzero(is_failed_R)]
+
+
+def _counts(column: pa.ChunkedArray) -> list[float | None]:
+    """Return numbers of parameters or tokens, such as 1.2e9 or `1.2B`; None where a cell is none, such as 0.9."""
+    numbers = float_column(column)
+    if numbers is None:
+        numbers = np.zeros(len(column))
+        for r, cell in enumerate(column.to_pylist()):
+            with suppress(SettingsError):
+                numbers[r] = parse_tokens(str(cell))
+    return [count if MIN_COUNT <= count < np.inf else None for count in numbers.tolist()]
 
 
 def _parse_seed(value: Any, location: str) -> int:

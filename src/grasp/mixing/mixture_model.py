@@ -4,7 +4,11 @@
 with `predict_runs` and `mix_runs`; results are in the units of the metrics. `grasp.mixing.proposals` proposes the
 mixtures to train next.
 
-Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T metrics, J metrics and the objective.
+Runs of several sizes or lengths are one model: a run is then a mixture at a size and length, and predictions are for
+one of these, within or beyond those of the runs.
+
+Shape letters: R runs, S seeds, B mixtures, b some of them, G label values, T metrics, J metrics and the objective, X
+size and length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +29,12 @@ from grasp.results import Result, first_notes
 from grasp.runs.calibration import COVERAGE, outside_range
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.metric_names import metric_kinds
+from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
-from grasp.select.budget import first_few
+from grasp.select.budget import first_few, parse_tokens
 from grasp.select.linear_program import MixtureProblem, frank_wolfe
-from grasp.text import did_you_mean, parse_names
+from grasp.text import count_text, did_you_mean, parse_names
 
 Runs = RunTable | Path | str
 
@@ -40,6 +45,8 @@ RUNS_PER_VALUE = 2  # with fewer runs than this times the number of values, a no
 SHARES_SHOWN = 6  # label values of a mixture in a note
 TOO_FAR = "no prediction, too far outside the range of the runs"
 STARTS = 8  # best runs from which the optimal mixture is searched
+MAX_REACH = 1.0  # how far beyond the largest runs a size or length may be, in ranges of the logarithms of the runs
+SCALES = ("params", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class MixtureModel:
         table: the runs.
         share_RG: mixture of each run.
         law: prior mean of the Gaussian process, if it predicts held-out runs better than the process alone.
+        scale_RX: logarithm of the parameters and tokens of each run; None: the runs differ in neither.
+        at_X: logarithm of the parameters and tokens that are predicted; None with `scale_RX`.
         gaussian_process: fitted to the metrics and the objective.
         weights_T: weight of each metric in the objective; they add up to 1.
         sign_T: -1 for a metric of which lower is better, else 1.
@@ -64,6 +73,8 @@ class MixtureModel:
     table: RunTable
     share_RG: F64
     law: MixtureLaw | None
+    scale_RX: F64 | None
+    at_X: F64 | None
     gaussian_process: GaussianProcess
     weights_T: F64
     sign_T: F64
@@ -71,16 +82,24 @@ class MixtureModel:
     kinds: tuple[str, ...]
 
     @classmethod
-    def from_runs(cls, runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None) -> Self:
+    def from_runs(
+        cls,
+        runs: Runs,
+        metric: str | Sequence[str] | Mapping[str, float] | None = None,
+        params: str | float | None = None,
+        tokens: str | float | None = None,
+    ) -> Self:
         """Fit the model to runs.
 
         Args:
             runs: imported runs with the shares of a label's values.
             metric: metrics of the objective, or a mapping of metrics to weights. Default: all, with equal weights.
+            params: number of parameters to predict for, e.g. 7B. Default: the largest of the runs.
+            tokens: length of the training to predict for, e.g. 1T. Default: the largest of the runs.
 
         Raises:
-            RunsError: the runs have no shares, a metric is unknown, all metrics are the same in all runs, or there are
-                too few different runs.
+            RunsError: the runs have no shares, a metric is unknown, all metrics are the same in all runs, there are too
+                few different runs, or they support no prediction at this size and length.
         """
         table = open_runs(runs)
         if not isinstance(table, RunTable) or table.info.kind != "shares":
@@ -101,6 +120,8 @@ class MixtureModel:
                 f"{table.name}: got the metrics {weight_of}{hint}, expected some of "
                 f"{', '.join(table.metrics[:MAX_LISTED])} ... with weights of 0 or more"
             )
+        table, log_scale_RX = table.by_scale()
+        at_X = _target_scale(table.name, log_scale_RX, (params, tokens))
         constant = table.constant_metrics()
         table = table.select_metrics([name for name in table.metrics if name not in constant])
         weights_T = np.array([weight_of.get(name, 0.0) for name in table.metrics])
@@ -112,14 +133,18 @@ class MixtureModel:
         scale_T = np.nanmean(utility_RST, axis=1).std(axis=0) if len(kinds) > 1 else 1.0
         objective_RS1 = ((utility_RST / scale_T) @ weights_T)[:, :, None]
         share_RG = table.weights_RG()
-        law, process = fit_process(share_RG, np.concatenate([utility_RST, objective_RS1], axis=2))
-        return cls(table, share_RG, law, process, weights_T, table.sign_T, constant, kinds)
+        law, process = fit_process(share_RG, np.concatenate([utility_RST, objective_RS1], axis=2), log_scale_RX)
+        return cls(table, share_RG, law, log_scale_RX, at_X, process, weights_T, table.sign_T, constant, kinds)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the predictions, for display; the first says what the intervals are."""
-        size = f" of size {self.table.sizes[0]}" if self.table.sizes else ""
-        notes = f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}", *constant_note(self.constant)
+        size = f" of size {self.table.sizes[0]}" if self.table.sizes else f" of {self.scale}" if self.scale else ""
+        notes = (
+            f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",
+            *self._rank_notes(),
+            *constant_note(self.constant),
+        )
         n_runs, n_values = self.share_RG.shape
         if n_runs >= RUNS_PER_VALUE * n_values:
             return notes
@@ -129,6 +154,14 @@ class MixtureModel:
         )
         return *notes, few
 
+    def _rank_notes(self) -> list[str]:
+        """Return a note on how far the order of the runs' mixtures is that of the smallest runs."""
+        if self.scale_RX is None:
+            return []
+        share_BG, small = np.unique(self.share_RG, axis=0), replace(self, at_X=self.scale_RX.min(axis=0))
+        rho = float(spearman(*(model.predict_objective(share_BG)[:, None] for model in (small, self)))[0])
+        return [f"predicted rank correlation between mixtures of {small.scale} and of {self.scale}: {rho:.2f}"]
+
     @property
     def objective_unit(self) -> str:
         """Text that describes the unit of the objective."""
@@ -136,19 +169,40 @@ class MixtureModel:
             return "the unit of the metric"
         return f"standard deviations over the runs, since {', '.join(self.kinds)} are averaged"
 
+    @property
+    def scale(self) -> str:
+        """Size and length that are predicted, such as `7B parameters, 1T tokens`; empty if all runs have one."""
+        counts: Sequence[float] = [] if self.at_X is None else np.exp(self.at_X).tolist()
+        units = zip(counts, ("parameters", "tokens"), strict=False)
+        return ", ".join(f"{count_text(count)} {unit}" for count, unit in units if count > 1)
+
     def features(self, share_BG: F64) -> SubsetFeatures:
         """Return the features of mixtures for the Gaussian process."""
         features = SubsetFeatures.from_shares(share_BG, len(self.weights_T) + 1)
-        return features if self.law is None else replace(features, relevance_BT=self.law.predict(share_BG))
+        if self.law is None:
+            return features
+        relevance_BT = self.law.predict(share_BG, self.at_X)
+        if self.at_X is not None:
+            relevance_BT -= self.law.level(self.share_RG, self.at_X)
+        return replace(features, relevance_BT=relevance_BT)
+
+    def predict(self, share_BG: F64) -> tuple[F64, F64]:
+        """Return the utility of mixtures and its standard deviation, (B, J) each, for the mean of many seeds."""
+        mean_BJ, std_BJ = self.gaussian_process.predict(self.features(share_BG))
+        if self.law is None or self.at_X is None:
+            return mean_BJ, std_BJ
+        # what the process predicts is relative to the level of the size; the law's error grows with the distance
+        level_J = self.law.level(self.share_RG, self.at_X)
+        return mean_BJ + level_J, np.hypot(std_BJ, self.law.std(share_BG, self.at_X))
 
     def predict_objective(self, share_BG: F64, n_std: float = 0.0) -> F64:
         """Return the predicted objective minus `n_std` standard deviations, (B,); higher is better."""
-        mean_BJ, std_BJ = self.gaussian_process.predict(self.features(share_BG))
+        mean_BJ, std_BJ = self.predict(share_BG)
         return np.asarray(mean_BJ[:, -1] - n_std * std_BJ[:, -1])
 
     def predictions_table(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
-        mean_BT, std_BT = (value_BJ[:, :-1] for value_BJ in self.gaussian_process.predict(self.features(share_BG)))
+        mean_BT, std_BT = (value_BJ[:, :-1] for value_BJ in self.predict(share_BG))
         half_width_BT = self.gaussian_process.quantile(COVERAGE) * std_BT
         columns = np.flatnonzero(self.weights_T)
         b, t = (index.reshape(-1) for index in np.meshgrid(np.arange(len(names)), columns, indexing="ij"))
@@ -233,7 +287,43 @@ class RunsMixture(Result):
         return [*lines, *first_notes(self.notes)]
 
 
-def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequence[str] | None = None) -> Result:
+def _target_scale(name: str, log_scale_RX: F64 | None, requested: Sequence[str | float | None]) -> F64 | None:
+    """Return the logarithm of the parameters and tokens to predict for, the largest of the runs where none is given.
+
+    Raises:
+        RunsError: the runs do not differ in what is requested, or are too far from it.
+    """
+    at = [
+        None if value is None else float(np.log(parse_tokens(value, what)))
+        for value, what in zip(requested, SCALES, strict=True)
+    ]
+    if log_scale_RX is None:
+        if asked := [f"--{what}" for what, value in zip(SCALES, at, strict=True) if value is not None]:
+            raise RunsError(
+                f"{name}: {asked[0]}: all runs have one size and length, or the columns params and tokens are missing; "
+                "train some of these mixtures, six or more, at another one and import them together"
+            )
+        return None
+    low_X, high_X = log_scale_RX.min(axis=0), log_scale_RX.max(axis=0)
+    for what, value, low, high in zip(SCALES, at, low_X, high_X, strict=True):
+        if value is not None and not low - MAX_REACH * (high - low) <= value <= high + MAX_REACH * (high - low):
+            runs = " to ".join(dict.fromkeys(count_text(float(np.exp(end))) for end in (low, high)))
+            between = count_text(float(np.exp((value + low) / 2)))
+            raise RunsError(
+                f"{name}: --{what}: got {count_text(float(np.exp(value)))}, the runs have {runs}: too far for a "
+                f"prediction; train some of these mixtures, six or more, at {between} and import them together"
+            )
+    return np.array([high if value is None else value for value, high in zip(at, high_X, strict=True)])
+
+
+def predict_runs(
+    runs: Runs,
+    mixtures: Path | str | pa.Table,
+    metric: str | Sequence[str] | None = None,
+    *,
+    params: str | float | None = None,
+    tokens: str | float | None = None,
+) -> Result:
     """Predict the metrics of mixtures from training runs alone, without an artifact.
 
     Intervals have a nominal coverage of 90 %. For a mixture that is too far outside the range of the runs, the result
@@ -243,11 +333,13 @@ def predict_runs(runs: Runs, mixtures: Path | str | pa.Table, metric: str | Sequ
         runs: imported runs, see `grasp runs import`.
         mixtures: table with one row per mixture and one column per value of the label; shares add up to 1.
         metric: metrics, separated by commas. Default: all of them.
+        params: number of parameters to predict for, e.g. 7B, if the runs have several. Default: their largest.
+        tokens: length of the training to predict for, e.g. 1T, if the runs have several. Default: their largest.
     Raises:
-        RunsError: the runs have no shares or are too few, a metric or a label value is unknown, or shares do not add up
-            to 1.
+        RunsError: the runs have no shares or are too few, a metric or a label value is unknown, shares do not add up
+            to 1, or the size or length is too far from those of the runs.
     """
-    model = MixtureModel.from_runs(runs, metric)
+    model = MixtureModel.from_runs(runs, metric, params, tokens)
     names, share_BG = read_mixtures(mixtures, model.table.values, model.table.info.measure)
     too_far_B = ~model.has_prediction(share_BG)
     notes = [
@@ -281,7 +373,12 @@ def outside_note(
 
 
 def mix_runs(
-    runs: Runs, metric: str | Sequence[str] | Mapping[str, float] | None = None, *, cautious: float = 0.0
+    runs: Runs,
+    metric: str | Sequence[str] | Mapping[str, float] | None = None,
+    *,
+    cautious: float = 0.0,
+    params: str | float | None = None,
+    tokens: str | float | None = None,
 ) -> RunsMixture:
     """Find the mixture that maximises the mean of the metrics, from training runs alone.
 
@@ -292,13 +389,15 @@ def mix_runs(
         runs: imported runs, see `grasp runs import`.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
         cautious: number of standard deviations to subtract from the predicted mean.
+        params: number of parameters to mix for, e.g. 7B, if the runs have several. Default: their largest.
+        tokens: length of the training to mix for, e.g. 1T, if the runs have several. Default: their largest.
     """
-    model = MixtureModel.from_runs(runs, metric)
+    model = MixtureModel.from_runs(runs, metric, params, tokens)
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
     problem = MixtureProblem(low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
-    expected_R = model.gaussian_process.predict(model.features(model.share_RG))[0][:, -1]
+    expected_R = model.predict_objective(model.share_RG)
     r = int(np.argmax(expected_R))
     run_G = model.share_RG[r]
     shares = pa.table(
@@ -313,7 +412,9 @@ def mix_runs(
         ["proposed mixture", f"best run {model.table.runs[r]}"], np.stack([best_G, run_G])
     )
     measured_T = (model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0))[model.weights_T > 0]
-    measured = pa.array([*[None] * len(measured_T), *measured_T], pa.float64())
+    if model.scale_RX is not None and (model.scale_RX[r] != model.at_X).any():
+        measured_T = np.full(len(measured_T), np.nan)  # at another size or length
+    measured = pa.array(np.concatenate([np.full(len(measured_T), np.nan), measured_T]), from_pandas=True)
     messages = []
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")

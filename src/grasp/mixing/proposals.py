@@ -73,6 +73,8 @@ def propose_runs(
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
     train_tokens: str | float | None = None,
+    params: str | float | None = None,
+    tokens: str | float | None = None,
     subsets: Path | str | None = None,
     artifact: Opened | None = None,
 ) -> Result:
@@ -90,6 +92,8 @@ def propose_runs(
         max_repeat: maximum number of times that a row is repeated (requires an artifact).
         train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
             corpus.
+        params: number of parameters to decide for, e.g. 7B, if the runs have several. Default: their largest.
+        tokens: length of the training to decide for, e.g. 1T, if the runs have several. Default: their largest.
         subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
         artifact: artifact of the corpus; required for `subsets` and for `max_repeat`.
     Returns:
@@ -107,7 +111,7 @@ def propose_runs(
         )
     if artifact is None and subsets is not None:
         raise SettingsError("propose: subsets require the artifact of the corpus; pass --art")
-    model = MixtureModel.from_runs(runs, metric)
+    model = MixtureModel.from_runs(runs, metric, params, tokens)
     label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
     rng = stream(0, "propose", n_runs)
     largest_G = np.ones(len(values))

@@ -7,7 +7,7 @@ into rows, count tokens and show examples as the model sees them: `[loss: ...]` 
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ import pyarrow as pa
 from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
-from grasp.corpus.conversations import unread_notes
+from grasp.corpus.conversations import column_notes
 from grasp.corpus.documents import Corpus, Document
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.packing import Skipped
@@ -152,18 +152,6 @@ def _summarize(documents: Iterable[Document]) -> _RecordSummary:
                 rejected = str(document.rejected.conversation or document.rejected.text)
                 summary.examples.append(plain(f"[rejected] {rejected}", MAX_EXAMPLE_CHARS))
     return summary
-
-
-def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Sequence[str]) -> list[str]:
-    """Return notes on the columns of a corpus: their roles, those that cannot be labels, and an unused pair."""
-    columns = ", ".join(f"{role} from {column!r}" for role, column in roles.items())
-    notes = [f"columns: {columns or 'none'}"]
-    if ignored:
-        notes.append(
-            f"left out: {', '.join(ignored)} (binary, lists of numbers or of records); request a value by its path, "
-            f"e.g. --set corpus.label_paths=[{ignored[0]}.0]"
-        )
-    return notes + unread_notes(roles, [*labels, *ignored])
 
 
 def preview_targets(

@@ -16,9 +16,9 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.distil.distil import distil
 from grasp.errors import ArtifactError, ModelError, SettingsError
+from grasp.merging.merge import merge
 from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.forecast import forecast
-from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.vision.detect import detect
 from grasp.yaml_files import write_yaml

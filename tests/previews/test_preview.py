@@ -7,7 +7,7 @@ import pytest
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import CorpusError, TargetError
 from grasp.pipeline.build import build
-from grasp.pipeline.preview import preview_corpus, preview_targets
+from grasp.previews.preview import preview_corpus, preview_targets
 from tests.cli.grasp_command import refused, succeed
 from tests.pipeline.world import texts, write_checkpoint, write_targets
 
