@@ -343,9 +343,9 @@ def test_a_size_that_no_run_supports_is_refused_with_the_runs_that_would_settle_
 
 def test_one_size_of_several_is_predicted_as_if_it_were_alone(scaled):
     """The order of runs and their names do not matter, nor do results in another unit."""
-    alone, scale_RX = scaled.select_size("1M").by_scale()
+    single, scale_RX = scaled.select_size("1M").by_scale()
     assert scale_RX is None
-    assert len(alone) == 24
+    assert len(single) == 24
     table, scale_RX = scaled.by_scale()
     assert len(table) == 42
     assert sorted({name.partition(" (")[2] for name in table.runs}) == [
@@ -355,5 +355,5 @@ def test_one_size_of_several_is_predicted_as_if_it_were_alone(scaled):
     ]
     for r, name in enumerate(table.runs):
         b = int(name.partition(" ")[0][1:])
-        np.testing.assert_array_equal(table.weights_RG()[r], alone.weights_RG()[b])
+        np.testing.assert_array_equal(table.weights_RG()[r], single.weights_RG()[b])
     np.testing.assert_allclose(np.exp(scale_RX).max(axis=0), [1e8, 1e10])

@@ -90,7 +90,7 @@ class MixtureLaw:
             size and length.
         centre_X: log N_0 and log D_0.
         largest_X: logarithm of the largest size and length; the step to it from the next one is `step_X`.
-        ahead_T: root mean square error at the largest size, predicted from all others; 0 with fewer than three sizes.
+        extrapolation_T: root mean square error at the largest size, predicted from all others; 0 with fewer than three sizes.
         floor_T: least utility that is predicted: one range of the runs below their least.
         mean_T: mean of the predictions for held-out runs, which predictions are relative to.
     """
@@ -100,7 +100,7 @@ class MixtureLaw:
     centre_X: F64
     largest_X: F64
     step_X: F64
-    ahead_T: F64
+    extrapolation_T: F64
     floor_T: F64
     mean_T: F64
 
@@ -135,10 +135,10 @@ class MixtureLaw:
         floor_T, variance_T1 = utility_RT.min(axis=0) - np.ptp(utility_RT, axis=0), utility_RT.var(axis=0)[:, None]
         held_out_TKR = np.maximum(held_out_TKR, floor_T[:, None, None])
         error_TK = ((held_out_TKR - utility_RT.T[:, None]) ** 2).mean(axis=2) / variance_T1
-        ahead_TK = np.zeros_like(error_TK)
+        extrapolation_TK = np.zeros_like(error_TK)
         if largest_R.any():
-            ahead_TK = np.array([[fit.error_beyond(largest_R) for fit in of_metric] for of_metric in fits])
-        error_TK += ahead_TK / variance_T1
+            extrapolation_TK = np.array([[fit.error_beyond(largest_R) for fit in of_metric] for of_metric in fits])
+        error_TK += extrapolation_TK / variance_T1
         error_TK += error_TK.mean(axis=0)
         chosen_T, every_R = error_TK.argmin(axis=1), np.ones(n_runs, dtype=bool)
         held_out_RT = held_out_TKR[np.arange(n_metrics), chosen_T].T
@@ -157,7 +157,7 @@ class MixtureLaw:
             tuple(variants),
             np.empty(0) if log_scale_RX is None else log_scale_RX.mean(axis=0),
             *_ends(np.empty((n_runs, 0)) if log_scale_RX is None else log_scale_RX),
-            np.sqrt(ahead_TK[np.arange(n_metrics), chosen_T]),
+            np.sqrt(extrapolation_TK[np.arange(n_metrics), chosen_T]),
             floor_T,
             mean_T,
         )
@@ -189,7 +189,7 @@ class MixtureLaw:
             )
             for law, others in zip(self.laws, self.variants, strict=True)
         ]
-        return np.hypot(np.sqrt(variance_TB).T, n_steps * self.ahead_T)
+        return np.hypot(np.sqrt(variance_TB).T, n_steps * self.extrapolation_T)
 
     def _relative(self, log_scale_X: F64 | None) -> F64:
         return np.zeros((1, 0)) if log_scale_X is None else (log_scale_X - self.centre_X)[None]

@@ -298,9 +298,9 @@ def _target_scale(name: str, log_scale_RX: F64 | None, requested: Sequence[str |
         for value, what in zip(requested, SCALES, strict=True)
     ]
     if log_scale_RX is None:
-        if asked := [f"--{what}" for what, value in zip(SCALES, at, strict=True) if value is not None]:
+        if flags := [f"--{what}" for what, value in zip(SCALES, at, strict=True) if value is not None]:
             raise RunsError(
-                f"{name}: {asked[0]}: all runs have one size and length, or the columns params and tokens are missing; "
+                f"{name}: {flags[0]}: all runs have one size and length, or the columns params and tokens are missing; "
                 "train some of these mixtures, six or more, at another one and import them together"
             )
         return None
