@@ -67,6 +67,12 @@ def predict_runs(
     print_result(grasp.predict_runs(runs, mixtures, **params), out)
 
 
+@command("grasp runs metrics runs", name="metrics", group=commands, verb="grasp.mixing.metric_quality")
+def assess_metrics(runs: RunsDirectory, out: ResultFile = None) -> None:
+    check_outputs({"--out": out}, {"holds the runs": runs}, tables=["--out"])
+    print_result(grasp.assess_metrics(runs), out)
+
+
 @command(
     "grasp runs mix runs --metric sciq/loss",
     "grasp runs mix runs --cautious 1 --out best.csv",

@@ -24,6 +24,7 @@ from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.artifact.rows import label_column, row_amounts, row_tokens
 from grasp.errors import SettingsError
+from grasp.mixing.metric_quality import assess
 from grasp.mixing.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
@@ -150,6 +151,11 @@ def propose_runs(
     elif max(gain_K) < noise:
         notes.insert(0, f"every gain is below the noise of a run ({noise:.2g}): further runs are not worth it")
     has_prediction_K = model.has_prediction(share_KG)
+    lines, weights = assess(model).table.to_pylist(), dict(zip(model.table.metrics, model.weights_T, strict=True))
+    if undecided := [line["metric"] for line in lines if line["runs_needed"] is None and weights[line["metric"]]]:
+        notes.append(
+            f"further runs may not decide {first_few(undecided)}, see grasp runs metrics; omit them with --metric"
+        )
     notes += outside_note(model, names, share_KG, ~has_prediction_K, f"exploratory, {TOO_FAR}")
     expected_C = model.predict_objective(share_CG)
     better_K = [float((expected_C > expected).mean()) for expected in model.predict_objective(share_KG)]
