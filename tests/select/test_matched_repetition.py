@@ -64,9 +64,8 @@ def test_nothing_changes_if_the_planned_run_is_the_proxy():
 def test_distinct_rows_depend_on_neither_the_mixture_nor_other_sources():
     column, tokens_N, share_BG = world()
     sizes = dict(zip(column.names(), (0.2 * np.bincount(column.codes_N, tokens_N)).tolist(), strict=True))
-    (after,), _ = match_repetition(
-        [mixtures(column, tokens_N, share_BG)], PlannedRun(1e6, sizes), column, tokens_N, 1e6
-    )
+    before = mixtures(column, tokens_N, share_BG)
+    (after,), _ = match_repetition([before], PlannedRun(1e6, sizes), column, tokens_N, 1e6)
     rows = after.weights_BN.sign().toarray()
     np.testing.assert_array_equal(rows, np.tile(rows[0], (len(rows), 1)))
     more = {**sizes, "web": 2 * sizes["web"]}
