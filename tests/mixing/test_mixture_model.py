@@ -394,3 +394,52 @@ def test_one_size_of_several_is_predicted_as_if_it_were_alone(scaled):
         b = int(name.partition(" ")[0][1:])
         np.testing.assert_array_equal(table.weights_RG()[r], single.weights_RG()[b])
     np.testing.assert_allclose(np.exp(scale_RX).max(axis=0), [1e8, 1e10])
+
+
+# ---------------------------------------------------------------------------------------------------------- guards
+
+
+@pytest.fixture(scope="module")
+def rivals():
+    """Three tasks, each of which one value helps most."""
+    share_RG = np.random.default_rng(0).dirichlet(np.ones(3), N_RUNS)
+    noise_R3 = 0.01 * np.random.default_rng(1).standard_normal((N_RUNS, 3))
+    losses = 3 - np.sqrt(share_RG) * np.array([1.0, 0.9, 0.8]) + noise_R3
+    names = [f"run-{r}" for r in range(N_RUNS)]
+    results = {"run": names} | {f"{name}/loss": losses[:, t] for t, name in enumerate(("code", "mmlu", "arc"))}
+    shares = {"run": names} | {value: share_RG[:, g] for g, value in enumerate(TOPICS)}
+    return grasp.import_runs(pa.table(shares), pa.table(results), label="topic")
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+def test_a_guarded_mixture_meets_its_guards_and_no_other_one_that_does_is_better(rivals, tolerance):
+    result = grasp.mix_runs(rivals, "code/loss", not_worse=["mmlu/loss", "arc/loss"], tolerance=tolerance)
+    share_G = result.to_pandas().set_index("value").loc[list(TOPICS), "proposed"].to_numpy()
+    model = MixtureModel.from_runs(rivals, "code/loss")
+    mean_G, n_std = model.share_RG.mean(axis=0), model.gaussian_process.quantile(0.8)
+    inside_BG = np.random.default_rng(2).dirichlet(np.ones(3), 20_000)
+    is_inside_B = ((inside_BG >= model.share_RG.min(axis=0)) & (inside_BG <= model.share_RG.max(axis=0))).all(axis=1)
+    inside_BG = np.concatenate([share_G[None], inside_BG[is_inside_B]])
+    change_BJ, std_BJ = model.change(inside_BG, mean_G)
+    lower_BK = (change_BJ - n_std * std_BJ)[:, [model.table.metrics.index(name) for name in ("mmlu/loss", "arc/loss")]]
+    objective_B = model.predict_objective(inside_BG)
+    assert (lower_BK[0] >= -tolerance - 1e-5).all()
+    meets_B = (lower_BK >= -tolerance).all(axis=1)
+    assert meets_B.sum() > 20
+    assert objective_B[0] >= objective_B[meets_B].max() - 0.005
+    assert objective_B[0] < objective_B.max() - 0.02  # the guards have a price
+    assert sum("without this guard the objective gains 0." in note for note in result.notes) == 2
+
+
+def test_guards_that_nothing_meets_are_relaxed_by_the_least_amount_and_named(rivals):
+    result = grasp.mix_runs(rivals, "code/loss", not_worse="code/loss,mmlu/loss,arc/loss", tolerance=0.0)
+    narrow = runs_of(np.random.default_rng(0).dirichlet(np.ones(3), 8), noise=0.3)  # so noisy that nothing is certain
+    relaxed = grasp.mix_runs(narrow, "arc/acc", not_worse="sciq/loss")
+    assert not any("relaxed" in note for note in result.notes)  # the mean mixture meets all of them
+    assert any("guard sciq/loss: predicted change" in note for note in relaxed.notes)
+    with pytest.raises(
+        SettingsError, match=r"not_worse: got 'mmlu' \(did you mean 'mmlu/loss'\?\)|not_worse: got 'mmlu'"
+    ):
+        grasp.mix_runs(rivals, "code/loss", not_worse="mmlu")
+    with pytest.raises(SettingsError, match=r"tolerance: got 0\.1, expected 0 or more, and targets"):
+        grasp.mix_runs(rivals, "code/loss", tolerance=0.1)

@@ -142,7 +142,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle"}
+FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle", "tolerance": "--within"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {
@@ -156,7 +156,7 @@ METAVARS = {
         "[VALUE:]AMOUNT": "floor cap",
         "SHARE": "distance false_positives",
         "TIMES": "max_repeat",
-        "N": "train_tokens planned_tokens",
+        "N": "train_tokens planned_tokens params tokens",
         "RULE": "documents",
         "ROLE": "role",
         "SIZE": "size",

@@ -90,7 +90,8 @@ class MixtureLaw:
             size and length.
         centre_X: log N_0 and log D_0.
         largest_X: logarithm of the largest size and length; the step to it from the next one is `step_X`.
-        extrapolation_T: root mean square error at the largest size, predicted from all others; 0 with fewer than three sizes.
+        extrapolation_T: root mean square error at the largest size, predicted from all others; 0 with fewer than three
+            sizes.
         floor_T: least utility that is predicted: one range of the runs below their least.
         mean_T: mean of the predictions for held-out runs, which predictions are relative to.
     """
@@ -173,23 +174,25 @@ class MixtureLaw:
         """Return the mean prediction over the mixtures of the runs, (T,), at a size and length."""
         return np.asarray(self.predict(share_RG, log_scale_X).mean(axis=0))
 
-    def std(self, share_BG: F64, log_scale_X: F64) -> F64:
-        """Return the standard deviation of `predict`, (B, T), which grows with the distance from the runs.
+    def std(self, share_BG: F64, log_scale_X: F64, relative_to_G: F64 | None = None) -> F64:
+        """Return the standard deviation of `predict`, (B, T), or of its difference from that of one mixture.
 
         It has three parts: the jackknife over folds of the runs; the spread of other settings (u*, gamma, a and b),
         weighted by their likelihood given held-out errors; and beyond the largest size the error that was made one step
         ahead, times the number of steps.
         """
         n_steps = float(((log_scale_X - self.largest_X) / self.step_X).max(initial=0.0))
-        scale_1X = self._relative(log_scale_X)
-        variance_TB: list[Any] = [
-            sum(
-                weight * (variant.predict(share_BG, scale_1X) - law.predict(share_BG, scale_1X)) ** 2
-                for weight, variant in others
-            )
-            for law, others in zip(self.laws, self.variants, strict=True)
-        ]
-        return np.hypot(np.sqrt(variance_TB).T, n_steps * self.extrapolation_T)
+        scale_1X, base_BG = self._relative(log_scale_X), share_BG if relative_to_G is None else relative_to_G[None]
+        variance_TB: list[Any] = []
+        for law, others in zip(self.laws, self.variants, strict=True):
+            law_B, base_B = law.predict(share_BG, scale_1X), law.predict(base_BG, scale_1X)
+            errors = [
+                (w, v.predict(share_BG, scale_1X) - law_B, v.predict(base_BG, scale_1X) - base_B) for w, v in others
+            ]
+            common = 0.0 if relative_to_G is None else 1.0
+            variance_TB.append(sum(w * (error_B - common * base_error_B) ** 2 for w, error_B, base_error_B in errors))
+        shared_T = n_steps * self.extrapolation_T if relative_to_G is None else 0.0  # which all mixtures have in common
+        return np.hypot(np.sqrt(variance_TB).T, shared_T)
 
     def _relative(self, log_scale_X: F64 | None) -> F64:
         return np.zeros((1, 0)) if log_scale_X is None else (log_scale_X - self.centre_X)[None]

@@ -13,6 +13,7 @@ size and length.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Self
@@ -33,6 +34,7 @@ from grasp.runs.metrics import spearman
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.budget import first_few, parse_tokens
+from grasp.select.guards import CONFIDENCE, Guards, parse_guards
 from grasp.select.linear_program import MixtureProblem, frank_wolfe
 from grasp.text import count_text, did_you_mean, parse_names
 
@@ -195,10 +197,20 @@ class MixtureModel:
         level_J = self.law.level(self.share_RG, self.at_X)
         return mean_BJ + level_J, np.hypot(std_BJ, self.law.std(share_BG, self.at_X))
 
+    def change(self, share_BG: F64, base_G: F64) -> tuple[F64, F64]:
+        """Return the utility of mixtures minus that of a base mixture, and its standard deviation, (B, J) each."""
+        change_BJ, std_BJ = self.gaussian_process.change(self.features(share_BG), self.features(base_G[None]))
+        if self.law is None or self.at_X is None:
+            return change_BJ, std_BJ
+        return change_BJ, np.hypot(std_BJ, self.law.std(share_BG, self.at_X, base_G))
+
     def predict_objective(self, share_BG: F64, n_std: float = 0.0) -> F64:
         """Return the predicted objective minus `n_std` standard deviations, (B,); higher is better."""
-        mean_BJ, std_BJ = self.predict(share_BG)
-        return np.asarray(mean_BJ[:, -1] - n_std * std_BJ[:, -1])
+        if n_std:
+            mean_BJ, std_BJ = self.predict(share_BG)
+            return np.asarray(mean_BJ[:, -1] - n_std * std_BJ[:, -1])
+        level = 0.0 if self.law is None or self.at_X is None else self.law.level(self.share_RG, self.at_X)[-1]
+        return np.asarray(self.gaussian_process.predict(self.features(share_BG))[0][:, -1] + level)
 
     def predictions_table(self, names: Sequence[str], share_BG: F64) -> pa.Table:
         """Return the table of mixture, metric, expected, low, high, in the units of the metrics."""
@@ -359,6 +371,14 @@ def predict_runs(
     return Result(model.predictions_table(names, share_BG), headline, (*notes, *further), signs=False)
 
 
+def _guarded_changes(model: MixtureModel, names: Sequence[str], share_BG: F64) -> tuple[F64, F64]:
+    """Return the changes of metrics from the mean mixture of the runs, and their lower bounds, (B, K) each."""
+    columns = [model.table.metrics.index(name) for name in names]
+    change_BJ, std_BJ = model.change(share_BG, model.share_RG.mean(axis=0))
+    n_std = model.gaussian_process.quantile(2 * CONFIDENCE - 1)
+    return change_BJ[:, columns], (change_BJ - n_std * std_BJ)[:, columns]
+
+
 def outside_note(
     model: MixtureModel, names: Sequence[str], share_BG: F64, selected_B: NDArray[np.bool_], heading: str
 ) -> list[str]:
@@ -376,6 +396,8 @@ def mix_runs(
     runs: Runs,
     metric: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
+    not_worse: str | Sequence[str] | None = None,
+    tolerance: float = 0.0,
     cautious: float = 0.0,
     params: str | float | None = None,
     tokens: str | float | None = None,
@@ -388,6 +410,9 @@ def mix_runs(
     Args:
         runs: imported runs, see `grasp runs import`.
         metric: metrics, separated by commas. Default: all of them. In Python also a mapping of metrics to weights.
+        not_worse: metrics, separated by commas, that must not become worse than at the mean mixture of the runs, with
+            90 % probability.
+        tolerance: how much worse they may become, in their units, e.g. 0.01.
         cautious: number of standard deviations to subtract from the predicted mean.
         params: number of parameters to mix for, e.g. 7B, if the runs have several. Default: their largest.
         tokens: length of the training to mix for, e.g. 1T, if the runs have several. Default: their largest.
@@ -396,7 +421,15 @@ def mix_runs(
     low_G, high_G = model.share_RG.min(axis=0), model.share_RG.max(axis=0)
     problem = MixtureProblem(low_G, high_G, model.share_RG.mean(axis=0))
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
-    best_G = frank_wolfe(problem, lambda share_BG: model.predict_objective(share_BG, cautious), list(starts))
+    names = parse_guards(not_worse, tolerance, model.table.metrics)
+    objective = partial(model.predict_objective, n_std=cautious)
+    messages: list[str] = []
+    if names:
+        best_G, messages = Guards(names, tolerance, partial(_guarded_changes, model, names)).optimize(
+            problem, objective, [problem.current_G, *starts]
+        )
+    else:
+        best_G = frank_wolfe(problem, objective, list(starts))
     expected_R = model.predict_objective(model.share_RG)
     r = int(np.argmax(expected_R))
     run_G = model.share_RG[r]
@@ -415,12 +448,12 @@ def mix_runs(
     if model.scale_RX is not None and (model.scale_RX[r] != model.at_X).any():
         measured_T = np.full(len(measured_T), np.nan)  # at another size or length
     measured = pa.array(np.concatenate([np.full(len(measured_T), np.nan), measured_T]), from_pandas=True)
-    messages = []
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
     best, of_run = predictions.slice(0, len(predictions) // 2).to_pylist(), predictions["expected"].to_pylist()
-    if all(line["low"] <= value <= line["high"] for line, value in zip(best, of_run[len(best) :], strict=True)):
+    is_close = all(line["low"] <= value <= line["high"] for line, value in zip(best, of_run[len(best) :], strict=True))
+    if is_close and not names:  # the best run need not meet the guards
         headline = f"not distinguishable from the best run {model.table.runs[r]}: {headline}"
     return RunsMixture(
         shares,
