@@ -72,6 +72,19 @@ def test_the_pages_from_runs_to_a_mixture(name):
         assert list(shares.columns) == ["web", "code", "books"]  # without data/mix/
 
 
+def test_the_page_on_guards():
+    printed = run_page("not_worse.md")
+    page = (HOWTO / "not_worse.md").read_text(encoding="utf-8")
+    guard = re.compile(r"^guard (\S+): predicted change (\S+), with 90% at least (\S+), .* gains (\S+)$", re.MULTILINE)
+    shown, got = ({metric: values for metric, *values in guard.findall(text)} for text in (page, printed))
+    assert shown.keys() == got.keys() == {"mmlu/acc", "arc/acc"}
+    for metric, values in shown.items():
+        assert list(map(float, got[metric])) == pytest.approx(list(map(float, values)), abs=0.004)
+        assert float(got[metric][1]) >= -0.0105
+    unguarded, guarded = re.findall(r"^code +\S+ +\S+ +(\S+)$", printed, re.MULTILINE)
+    assert float(guarded) < float(unguarded) - 0.1
+
+
 def test_the_page_on_nanochat():
     run_page("nanochat.md")
     shards = sorted(Path("selected_climbmix").iterdir())  # as nanochat lists them; the last one is for validation
