@@ -126,6 +126,16 @@ def test_long_tables_of_rows(tmp_path):
     assert read(tmp_path, shares=rows).info.kind == "rows"
 
 
+def test_a_folder_before_the_names_of_values_is_removed(tmp_path):
+    source = write(
+        tmp_path / "w.csv", [["run", "data/mix/web", "data/mix/code", "eval/sciq/acc"], ["a", 0.3, 0.7, 0.4]]
+    )
+    assert grasp.import_runs(source, label="source", columns=["data/mix/*"], metrics=["eval/*"]).values == (
+        "web",
+        "code",
+    )
+
+
 def test_names_of_one_wide_table_are_those_of_the_artifact_and_percent_become_shares(tmp_path):
     lines = [["run", "train_wiki", "train_code", "eval/sciq/acc", "eval/arc/loss"]]
     lines += [["a", 25, 75, 0.4, 3], ["b", 100, 0, 0.5, 2]]

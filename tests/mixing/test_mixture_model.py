@@ -8,6 +8,7 @@ import pyarrow.csv as pacsv
 import pytest
 
 import grasp
+from grasp.artifact.rows import label_column, row_tokens
 from grasp.errors import RunsError, SettingsError
 from grasp.mixing.mixture_model import MixtureModel
 from grasp.mixing.proposals import most_informative
@@ -260,6 +261,42 @@ def test_proposals_respect_floors_caps_and_the_limit_of_repetition(runs, tmp_pat
         once = grasp.propose_runs(runs, "sciq/loss", count=8, max_repeat=most, artifact=art)
         assert (shares_in(once) <= most * tokens_G / tokens_G.sum() + 1e-9).all()
         assert f"no value is seen more than {most:g} times" in str(once)
+
+
+def test_proposals_repeat_each_value_as_often_as_the_planned_run(runs, tmp_path):
+    artifact = write_artifact(tmp_path / "art", 3000)
+    runs.save(tmp_path / "runs")
+    column, tokens_N = label_column(artifact, "topic"), row_tokens(artifact)
+    size_G = np.bincount(column.codes_N, tokens_N)
+    planned_G = 1e12 * np.array([0.5, 0.2, 0.1])
+    lines = [f"{name},{size:.0f}" for name, size in zip(column.names(), planned_G, strict=True)]
+    (tmp_path / "sizes.csv").write_text("\n".join(["value,tokens", *lines]))
+    command = (
+        "runs",
+        "propose",
+        tmp_path / "runs",
+        "--planned-tokens",
+        "1T",
+        "--source-tokens",
+        tmp_path / "sizes.csv",
+    )
+    train_tokens = round(0.4 * tokens_N.sum())
+    more = ("--art", artifact.path, "--train-tokens", train_tokens, "--subsets", tmp_path / "next.parquet")
+    printed = succeed(*command, *more, "--out", tmp_path / "next.csv").out
+    assert "no value is seen more than 4 times in the planned run (--max-repeat)" in printed
+    shares = pacsv.read_csv(tmp_path / "next.csv").to_pandas()[list(column.names())].to_numpy()
+    assert (shares <= 4 * planned_G / 1e12 + 1e-9).all()
+    (block,) = read_subsets(tmp_path / "next.parquet", RowIndex.from_parquet(artifact.rows_path))
+    weight_BN, of_value_NG = block.weights_BN.toarray(), np.eye(3)[column.codes_N]
+    seen_BG = (weight_BN * tokens_N) @ of_value_NG
+    np.testing.assert_allclose(seen_BG / seen_BG.sum(axis=1, keepdims=True), shares, atol=1e-6)
+    distinct_BG = ((weight_BN > 0) * tokens_N) @ of_value_NG
+    wanted_G = np.minimum(planned_G * train_tokens / 1e12, size_G)  # repeated h 1T / S times
+    assert (np.abs(distinct_BG - wanted_G) <= 60 * (shares > 0)).all()
+    assert ("the corpus is too small: " in printed) == bool((planned_G * train_tokens / 1e12 > 1.01 * size_G).any())
+    without = succeed(*command).out  # neither needs the artifact
+    assert "in the planned run" in without
+    assert "expected both" in refused("runs", "propose", tmp_path / "runs", "--planned-tokens", "1T")
 
 
 @pytest.mark.parametrize(

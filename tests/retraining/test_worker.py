@@ -105,6 +105,26 @@ def whole(inputs, tmp_path_factory):
     return retrain(settings(inputs), out)
 
 
+def test_mixtures_repeat_each_value_as_often_as_a_planned_run(inputs, tmp_path):
+    (tmp_path / "sizes.json").write_text('{"water": "10k", "light": "20M", "iron": "20M"}')
+    planned = {"planned_tokens": "1M", "source_tokens": str(tmp_path / "sizes.json"), "family": "dirichlet:topic"}
+    notes = []
+    runs = retrain(settings(inputs, **planned), tmp_path / "env", lambda status: notes.append(status.note))
+    store = RowStore.open(runs.path / "tokens")
+    tokens_N, topics = store.lengths(), store.table(0)["topic"].to_pylist()
+    run_tokens = 5 * 8 * tokens_N.mean()
+    (block,) = runs.subset_blocks(row_names(store))
+    for weight_N in block.weights_BN.toarray():
+        rows = [i for i in np.flatnonzero(weight_N) if topics[i] == "water"]
+        assert not rows or abs(tokens_N[rows].sum() - 10e3 * run_tokens / 1e6) <= tokens_N.max() / 2
+    (note,) = [note for note in notes if note and note.startswith("repeated more often")]
+    assert "light" in note
+    assert "water" not in note
+    assert runs.info.family is None
+    with pytest.raises(SettingsError, match="mixtures of a new model only"):
+        settings(inputs, **planned | {"family": "mixture:topic"})
+
+
 def test_utilities_equal_those_of_manual_training(inputs, whole):
     store = RowStore.open(whole.path / "tokens")
     worker = Worker(settings(inputs), whole)

@@ -409,14 +409,14 @@ def _refuse_mixed_scales(results: pa.Table, location: str) -> None:
 
 
 def _without_prefix(table: pa.Table, column: str, patterns: Sequence[str], notes: list[str]) -> pa.Table:
-    """Remove what all `patterns` begin with, such as `train_` or `eval/`, from the names in a column of a table.
+    """Remove what all `patterns` begin with, such as `train_` or `eval/`, from the targets or row ids of a table.
 
-    Names of an artifact remain: `sciq/*` removes nothing, as `acc` is no metric of a task.
+    Names of an artifact remain: `sciq/*` removes nothing from targets, as `acc` is no metric of a task.
     """
     literals = [re.split(r"[*?[]", pattern)[0] for pattern in patterns if pattern[:1] != "!"]
     common = commonprefix(literals)  # noqa: RUF071 - of characters, as in train_web, train_code
     prefix, names = common[: common.rfind("/") + 1], table[column].to_pylist()
-    if not all(name.removeprefix(prefix).count("/") for name in names):
+    if (column == "target" or not prefix) and not all(name.removeprefix(prefix).count("/") for name in names):
         match = re.match(rf"({SPLIT_NAMES})[/_.]", common)
         prefix = match[0] if match else ""
     if prefix:

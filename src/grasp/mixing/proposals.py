@@ -13,7 +13,7 @@ Shape letters: R runs, S seeds, B mixtures, K selected mixtures, G label values,
 candidates that are evaluated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from grasp.mixing.mixture_model import TOO_FAR, MixtureModel, Runs, outside_note
 from grasp.predict.families import draw_dirichlet_shares
 from grasp.predict.slices import label_slices
 from grasp.predict.subset_tables import RowIndex, write_subsets
+from grasp.predict.weights import SubsetBlock
 from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
@@ -36,6 +37,7 @@ from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
 from grasp.seeds import stream
 from grasp.select.budget import check_share_bounds, first_few, parse_shares, parse_tokens
+from grasp.select.matched_repetition import PlannedRun, match_repetition
 from grasp.select.mix import MAX_REPEAT, check_max_repeat
 
 CANDIDATES = 1_000  # random mixtures
@@ -76,6 +78,8 @@ def propose_runs(
     train_tokens: str | float | None = None,
     params: str | float | None = None,
     tokens: str | float | None = None,
+    planned_tokens: str | float | None = None,
+    source_tokens: Path | str | None = None,
     subsets: Path | str | None = None,
     artifact: Opened | None = None,
 ) -> Result:
@@ -90,11 +94,13 @@ def propose_runs(
         count: number of mixtures to propose.
         floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
         cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
-        max_repeat: maximum number of times that a row is repeated (requires an artifact).
+        max_repeat: maximum number of times that a row is repeated (requires an artifact or source_tokens).
         train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
             corpus.
         params: number of parameters to decide for, e.g. 7B, if the runs have several. Default: their largest.
         tokens: length of the training to decide for, e.g. 1T, if the runs have several. Default: their largest.
+        planned_tokens: length of the final run, e.g. 1T, for `max_repeat`: `subsets` repeat each value as often as it.
+        source_tokens: tokens of each value for the final run: CSV of value and tokens, or a mapping in YAML or JSON.
         subsets: file to write the mixtures to as row weights, for `grasp retrain` --set subsets=FILE.
         artifact: artifact of the corpus; required for `subsets` and for `max_repeat`.
     Returns:
@@ -116,8 +122,13 @@ def propose_runs(
     label, values, n_runs = model.table.info.label, model.table.values, len(model.table)
     rng = stream(0, "propose", n_runs)
     largest_G = np.ones(len(values))
-    notes = ["repetition is not limited, as the sizes of the values are unknown without an artifact (--art); see --cap"]
-    if artifact is not None:
+    notes = ["repetition is not limited, as the sizes of the values are unknown (--art or --source-tokens); see --cap"]
+    plan = PlannedRun.parse(planned_tokens, source_tokens)
+    if plan is not None:
+        if (measure := model.table.info.measure) != "tokens":
+            raise SettingsError(f"source_tokens: the mixtures are shares of {measure}; expected shares of tokens")
+        largest_G, notes = limit_shares(plan.sizes(values) / plan.tokens, max_repeat, "the planned run")
+    elif artifact is not None:
         largest_G, notes = repetition_caps(
             artifact.files, label, values, max_repeat, train_tokens, model.table.info.measure
         )
@@ -142,7 +153,12 @@ def propose_runs(
         shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
         trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
         files = artifact.files
-        blocks, _ = row_weights(replace(model.table, trained=trained), files)
+        blocks: Iterable[SubsetBlock] = row_weights(replace(model.table, trained=trained), files)[0]
+        if plan is not None and label is not None:
+            tokens_N = row_tokens(files)
+            length = tokens_N.sum() if train_tokens is None else parse_tokens(train_tokens)
+            blocks, short = match_repetition(blocks, plan, label_column(files, label), tokens_N, length)
+            notes += short
         corpus = files.manifest.fingerprints.get("corpus", "")
         write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
@@ -197,7 +213,6 @@ def repetition_caps(
     Raises:
         SettingsError: `max_repeat` is below 1, or the runs are so long that no mixture satisfies it.
     """
-    check_max_repeat(max_repeat)
     assert label is not None
     column = label_column(artifact, label)
     slices = label_slices(column, row_tokens(artifact), most=len(column.values))
@@ -210,13 +225,27 @@ def repetition_caps(
         raise SettingsError(
             f"propose: {artifact.path} has none of the values {', '.join(values[:MAX_LISTED])} ... of {label}"
         )
-    largest_G = np.minimum(max_repeat * size_G / sum(size_of.values()) / epochs, 1.0)
+    length = "one epoch" if train_tokens is None else f"{epochs:.2g} epochs"
+    return limit_shares(size_G / sum(size_of.values()) / epochs, max_repeat, length)
+
+
+def limit_shares(once_G: F64, max_repeat: float, length: str) -> tuple[F64, list[str]]:
+    """Return the largest share of each value that repeats no row more than `max_repeat` times, (G,), and a note.
+
+    Args:
+        once_G: share at which each row of a value is seen once, (G,).
+        length: name of the training, for messages.
+
+    Raises:
+        SettingsError: `max_repeat` is below 1, or no mixture satisfies it.
+    """
+    check_max_repeat(max_repeat)
+    largest_G = np.minimum(max_repeat * once_G, 1.0)
     if largest_G.sum() < 1.0:
         raise SettingsError(
-            f"max_repeat, train_tokens: {epochs:.3g} epochs of the corpus repeat some value more than {max_repeat:g} "
+            f"max_repeat: {1 / once_G.sum():.3g} epochs of the data repeat some value more than {max_repeat:g} "
             "times, whatever the mixture; raise --max-repeat or train on fewer tokens"
         )
-    length = "one epoch" if train_tokens is None else f"{epochs:.2g} epochs"
     return largest_G, [f"no value is seen more than {max_repeat:g} times in {length} (--max-repeat)"]
 
 

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from grasp.settings import NO_TARGET, CorpusSettings, ModelSettings, Settings, TargetSettings, Train, refuse
 from grasp.yaml_files import validated
 
+BY_VALUE = ("groups", "dirichlet")  # families in which all rows of a label value have the same weight
+
 
 class RetrainSettings(Settings):
     """Settings of a retraining: a model is trained and scored for every subset of a family and every seed."""
@@ -41,6 +43,14 @@ class RetrainSettings(Settings):
     )
     family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q; mixture, groups or dirichlet:LABEL.")
     subsets: str | None = Field(None, description="Parquet of subset_id, row_id[, weight] instead of a family.")
+    planned_tokens: str | None = Field(
+        None,
+        description="Length of a planned run, e.g. 1T: subsets of groups or dirichlet repeat each value as often as it "
+        "will. Requires source_tokens and train: new.",
+    )
+    source_tokens: str | None = Field(
+        None, description="Tokens of each value for the planned run: CSV of value and tokens, or a mapping in YAML."
+    )
     n_subsets: int = Field(
         24, ge=1, description="Number of subsets drawn from the family. A larger number keeps the first subsets."
     )
@@ -83,6 +93,10 @@ class RetrainSettings(Settings):
                 and self.corpus.form == "preference",
                 f"{', '.join(of_training)}: no effect with train_command, which controls the training; remove": (
                     with_command and of_training
+                ),
+                "planned_tokens: mixtures of a new model only; set family to dirichlet:LABEL, train to new": (
+                    self.planned_tokens is not None
+                    and (not without_command or self.subsets or self.family.split(":")[0] not in BY_VALUE)
                 ),
                 "train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART": with_command
                 and not self.tokenizer,

@@ -90,7 +90,7 @@ def retrain(
     settings = fitted_lengths(settings)
     if settings.train == "further" and (notes := fine_tuning_recipe(settings).notes):
         report(RetrainStatus("recipe", note="\n".join(notes)))
-    retrained = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
+    retrained = prepare(settings, out, report)
     discard(retrained.path / FAILED_DIRECTORY)  # failed runs are retried
     clock = _Clock(retrained)
     if jobs is not None:
