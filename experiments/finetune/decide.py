@@ -15,8 +15,8 @@ units of `documents` and trained on as in `run`; what is measured is the loss on
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
 for `random` also a draw. `grasp` is what `grasp select` takes, with the recipe of the trainings (12 steps of 8 rows at
 1e-4). Its six seeds were planned before any was seen. LESS is as published: all layers, 8,192 numbers a row, but of
-full gradients where its authors take those of an adapter. Every run is a line of `decision.json`, which also has those of
-methods and of defaults that were removed since (commit aad4dd71 and before); killed, the same command goes on.
+full gradients where its authors take those of an adapter. Every run is a line of `decision.json`, which also has those
+of methods and of defaults that were removed since (commit aad4dd71 and before); killed, the same command goes on.
 """
 
 import argparse

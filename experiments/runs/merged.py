@@ -5,9 +5,9 @@
 
 One training a source, from the model and with the recipe of an environment of experiments/worlds, on rows of this
 source alone, which repeat until the training is as long as a run. A mixture is predicted by the losses of the model
-whose change is the mean of these changes, weighted by the shares. At equal cost: the same number of runs on mixtures, from
-which the law and process of `grasp runs predict` learn; they predict the other runs, over draws. Killed, trainings that
-are done are kept.
+whose change is the mean of these changes, weighted by the shares. At equal cost: the same number of runs on mixtures,
+from which the law and process of `grasp runs predict` learn; they predict the other runs, over draws. Killed,
+trainings that are done are kept.
 Shape letters: B subsets, G sources, E units, N rows, T targets.
 """
 
