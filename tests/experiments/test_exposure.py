@@ -1,10 +1,13 @@
 """Mixtures with independent shares and repetition, and coverage of predicted intervals."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from experiments.exposure import repetition
 from experiments.exposure.repeated import drawn
 from grasp.runs.retrained import RetrainedRuns
 
@@ -51,3 +54,21 @@ def test_intervals_of_trained_selections_cover_the_stored_results():
     assert len(pairs) == 130
     assert inside.mean() >= 0.85
     assert inside[is_chosen_target].mean() >= 0.85
+
+
+def test_the_worth_of_repeated_tokens_is_read_from_the_losses_of_new_ones():
+    """Losses of a world in which each repeated token is worth .6 of a new one up to 8 times, and nothing beyond."""
+    loss_at = {1.0: 4.0} | {1 / part: 4.0 + 0.2 * np.log(part) for part in repetition.DILUTED}
+    loss_of = {f"share-{part}": loss_at[1 / part] for part in repetition.DILUTED} | {"times-1": 4.0}
+    planted = {times: 0.6 if times <= 8 else 0.0 for times in repetition.TIMES[1:]}
+    for times, worth in planted.items():
+        loss_of[f"times-{times}"] = 4.0 - 0.2 * np.log(1 / times + worth * (1 - 1 / times))
+    got = repetition.worth_of_repeated(loss_of)
+    assert {times: got[times] for times in (4, 8, 16)} == pytest.approx({4: 0.6, 8: 0.6, 16: 0.0})
+    assert 8 < repetition.most_repetitions(got) < 16
+    stored = json.loads((EXPERIMENTS / "exposure" / "repetition.json").read_text())
+    for target, kind in product(("science", "sciq"), ("plain", "corrected")):
+        values = {name: entry["value"] for name, entry in stored["targets"][target][kind].items()}
+        excess = {name.removeprefix("excess "): value for name, value in values.items() if name.startswith("excess")}
+        for times, value in repetition.worth_of_repeated(excess).items():
+            assert values[f"worth {times}"] == pytest.approx(value, abs=5e-3)

@@ -292,7 +292,7 @@ def test_proposals_repeat_each_value_as_often_as_the_planned_run(runs, tmp_path)
     np.testing.assert_allclose(seen_BG / seen_BG.sum(axis=1, keepdims=True), shares, atol=1e-6)
     distinct_BG = ((weight_BN > 0) * tokens_N) @ of_value_NG
     wanted_G = np.minimum(planned_G * train_tokens / 1e12, size_G)  # repeated h 1T / S times
-    assert (np.abs(distinct_BG - wanted_G) <= 60 * (shares > 0)).all()
+    assert (np.abs(distinct_BG - wanted_G)[shares > 0] <= 30).all()  # half of the longest row
     assert ("the corpus is too small: " in printed) == bool((planned_G * train_tokens / 1e12 > 1.01 * size_G).any())
     without = succeed(*command).out  # neither needs the artifact
     assert "in the planned run" in without

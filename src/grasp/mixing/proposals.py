@@ -95,8 +95,8 @@ def propose_runs(
         floor: minimum share in every proposal, e.g. web:5%, or 1% for every value.
         cap: maximum share in every proposal, e.g. web:40%, or 30% for every value.
         max_repeat: maximum number of times that a row is repeated (requires an artifact or source_tokens).
-        train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat`. Default: the tokens of the
-            corpus.
+        train_tokens: length of the proposed runs in tokens, e.g. 100B, for `max_repeat` and `source_tokens`. Default:
+            the tokens of the corpus.
         params: number of parameters to decide for, e.g. 7B, if the runs have several. Default: their largest.
         tokens: length of the training to decide for, e.g. 1T, if the runs have several. Default: their largest.
         planned_tokens: length of the final run, e.g. 1T, for `max_repeat`: `subsets` repeat each value as often as it.
