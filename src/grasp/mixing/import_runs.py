@@ -40,7 +40,7 @@ from grasp.runs.training_runs import Direction, Kind, RunsInfo
 from grasp.runs.utility_tables import RESULTS_SCHEMA
 from grasp.select.budget import parse_tokens
 from grasp.store.checksummed_parquet import read_checksummed
-from grasp.text import did_you_mean
+from grasp.text import count_text, did_you_mean
 
 NAME_COLUMNS = ("run", "run_name", "name", "index", "id", "run_id", "subset_id", "")  # columns with the name of a run
 PARAMS = ("params", "n_params", "num_params", "parameters")
@@ -324,7 +324,10 @@ class _WideTable:
         fields_of_run: list[Any] = [
             [self.runs[r] for r in chosen_R],
             [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in chosen_R],
-            [None if sizes[r] is None else str(sizes[r]) for r in chosen_R],
+            [
+                size if size is None else count_text(size) if isinstance(size, int | float) else str(size)
+                for size in map(sizes.__getitem__, chosen_R)
+            ],
         ]
         for name in ("params", "tokens"):
             counts = _counts(self.metadata[name])

@@ -441,9 +441,8 @@ def mix_runs(
             "proposed": best_G,
         }
     ).sort_by([("proposed", "descending")])
-    predictions = model.predictions_table(
-        ["proposed mixture", f"best run {model.table.runs[r]}"], np.stack([best_G, run_G])
-    )
+    run = model.table.runs[r] if model.scale_RX is None else model.table.runs[r].rpartition(" (")[0]  # at any size
+    predictions = model.predictions_table(["proposed mixture", f"best run {run}"], np.stack([best_G, run_G]))
     measured_T = (model.sign_T * np.nanmean(model.table.utility_RST()[r], axis=0))[model.weights_T > 0]
     if model.scale_RX is not None and (model.scale_RX[r] != model.at_X).any():
         measured_T = np.full(len(measured_T), np.nan)  # at another size or length
@@ -451,10 +450,9 @@ def mix_runs(
     if len(model.kinds) > 1:
         messages.append(f"the objective is in {model.objective_unit}")
     headline = f"optimal mixture predicted from {len(model.table):,} runs of {model.table.name}"
-    best, of_run = predictions.slice(0, len(predictions) // 2).to_pylist(), predictions["expected"].to_pylist()
-    is_close = all(line["low"] <= value <= line["high"] for line, value in zip(best, of_run[len(best) :], strict=True))
-    if is_close and not names:  # the best run need not meet the guards
-        headline = f"not distinguishable from the best run {model.table.runs[r]}: {headline}"
+    change_1J, std_1J = model.change(best_G[None], run_G)
+    if change_1J[0, -1] <= model.gaussian_process.quantile(COVERAGE) * std_1J[0, -1] and not names:
+        headline = f"not distinguishable from the best run {run}: {headline}"  # which need not meet guards
     return RunsMixture(
         shares,
         headline,

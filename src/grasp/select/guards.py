@@ -23,7 +23,7 @@ CONFIDENCE = 0.9  # of a change being above its lower bound, one-sided
 MAX_STARTS = 3
 MAX_STEPS = 100
 DIFFERENCE_STEP = 1e-4  # finite-difference step of shares
-ROOM = 0.05  # of a guard that does not bind: least part of the distance between a change and its lower bound
+MIN_MARGIN = 0.05  # of a guard that does not bind: least part of the distance between a change and its lower bound
 MIN_PRICE = 0.0005  # smaller gains are printed as 0
 TOLERANCE = 1e-5  # violations below this part of the range of the slack count as none
 
@@ -59,7 +59,7 @@ class Guards:
         for k, name in enumerate(self.names):
             other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
             # other solutions of a guard that is met with room to spare differ by the accuracy of the solver only
-            has_room = lower_1K[0, k] + self.tolerance > ROOM * abs(change_1K[0, k] - lower_1K[0, k])
+            has_room = lower_1K[0, k] + self.tolerance > MIN_MARGIN * abs(change_1K[0, k] - lower_1K[0, k])
             price = 0.0 if has_room else float(value(other_G[None])[0]) - value_here
             note = (
                 f"guard {name}: predicted change {change_1K[0, k]:+z.3f}, with {CONFIDENCE:.0%} at least "
