@@ -163,7 +163,6 @@ METAVARS = {
         "MEASURE": "measure",
         "COLUMN": "text_column id_column",
         "PATTERN": "columns metrics higher lower",
-        "COMMAND": "train_command",
         "FILE": "source_tokens",
         "PATH": "corpus",
         "DIR": "out runs development checkpoints model tokenizer",

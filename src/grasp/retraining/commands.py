@@ -17,22 +17,16 @@ commands = typer.Typer()  # the entry point of the group `grasp.commands`
     "grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env",
     "grasp retrain --like art --family mixture:topic --out env",
     "grasp retrain --out env --resume -B 64",
-    "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
     "grasp retrain --like art --train further --recipe dpo.yaml --family uniform:0.5 --out env",
     "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
     group=commands,
     verb="grasp.retraining.retrain",
-    more="model loss workers train_command",
+    more="model loss workers",
     python="text_column id_column",
 )
 def retrain(
     settings: ConfigFile = None,
     assign: Assignments = [],
-    print_jobs: bool = rare(
-        "--print-jobs",
-        "Score checkpoints of earlier jobs; print a shell line per remaining run of --train-command.",
-        False,
-    ),
     engine: str = rare(
         "--engine NAME", "local: processes on this machine; ray: a Ray cluster whose nodes share --out.", "local"
     ),
@@ -43,11 +37,8 @@ def retrain(
     settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
     spec = cluster_spec(engine, params["workers"], address, None)
     with Watch() as watch:
-        retrained = grasp.retrain(
-            **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
-        )
-    if not (print_jobs and retrained.pending()):  # with --print-jobs, standard output has nothing but shell lines
-        print_result(retrained.summary())
+        retrained = grasp.retrain(**params, settings=settings_data, cluster=spec, progress=watch.runs)
+    print_result(retrained.summary())
 
 
 @command(
