@@ -63,8 +63,6 @@ def explain(
     assignments: ModelOverrides = [],
     **params: Any,
 ) -> None:
-    from grasp.inspect.explanation import Explanation
-
     artifact = grasp.open(art)
     is_page = row is not None and out is not None and out.suffix == ".html"
     check_outputs(
@@ -85,7 +83,7 @@ def explain(
         write_atomically(json_file, (json_text(explanation.to_dict()) + "\n").encode())
     if out is not None:
         explanation.write(out)
-    if isinstance(explanation, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
+    if in_colour() and isinstance(sys.stdout, PlainStream):
         sys.stdout.styled(explanation.as_text(colour=True) + "\n")
     else:
         print(explanation)

@@ -51,7 +51,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
 from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
-from grasp.report.example_rows import ExampleRows, Figures, Shades, collect_example_rows, explain_rows
+from grasp.report.example_rows import ExampleRows, Shades, collect_example_rows, explain_rows
 from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
@@ -165,7 +165,6 @@ class Findings:
     labels: tuple[LabelFindings, ...]
     rows: ExampleRows
     shades: Shades  # words of the example rows, shaded by their contribution
-    figures: Figures  # units that the example rows affect most, if they have figures
     unshaded: str  # reason why words are not shaded; empty if they are, or were not requested
     # comparison with retrained runs
     runs: TrainingRuns | None = field(repr=False)
@@ -270,9 +269,7 @@ def collect_findings(
     long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
     label_slices_shown = [label.slices for label in labels]
     rows = collect_example_rows(artifact, predictor, label_slices_shown, long_N if long_N.any() else ~long_N)
-    shades, figures, unshaded = (
-        explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
-    )
+    shades, unshaded = explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, "")
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
     rule_file = None if selection is None else selection.with_suffix(".protocol.yaml")
@@ -308,7 +305,6 @@ def collect_findings(
         labels=tuple(labels),
         rows=rows,
         shades=shades,
-        figures=figures,
         unshaded=unshaded,
         runs=runs,
         outcomes=outcomes,

@@ -7,6 +7,7 @@ row. The statistics of thresholds and of the evaluation are in
 Shape letters: N rows, E units.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,10 +15,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, leak_notes, only_target
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.moments import StreamingMoments
 from grasp.progress import Progress
 from grasp.results import Result
@@ -30,8 +31,15 @@ from grasp.vision.detection import (
     matching_threshold,
     mean_ranks,
 )
-from grasp.vision.explain_image import picture_url, row_pictures
-from grasp.vision.images import CLASS_LABEL, HASH_LABEL, hash_of_unit
+from grasp.vision.images import (
+    CLASS_LABEL,
+    HASH_LABEL,
+    ImageRows,
+    ImageStore,
+    decode_image,
+    encode_png,
+    hash_of_unit,
+)
 from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
 from grasp.vision.reader import ImageReader
 
@@ -182,7 +190,7 @@ def detect(
             "image": first_rows["snippet"],
         }
     )
-    pictures = map(picture_url, row_pictures(artifact, order_N[:top], PICTURE_PIXELS))
+    pictures = _picture_urls(artifact, order_N[:top])
     return Suspects(
         table,
         _headline(ranking, threshold, n_rows),
@@ -195,6 +203,22 @@ def detect(
         scores=scores,
         figures=tuple(zip(head["row_id"].to_pylist(), pictures, strict=True)),
     )
+
+
+def _picture_urls(artifact: ArtifactReader, index: I64) -> list[str | None]:
+    """Return rows as data URLs of PNG; None if the image cannot be read or the artifact stores no images."""
+    try:
+        store = ImageStore.open(artifact.tokens_path)
+    except CorpusError:
+        return [None] * len(index)  # built with keep_tokens: false
+    rows = store.rows(index)
+    assert isinstance(rows, ImageRows)
+    images = [decode_image(encoded) for encoded in rows.encoded]
+    pictures = [None if image is None else encode_png(image, PICTURE_PIXELS) for image in images]
+    return [
+        None if picture is None else f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        for picture in pictures
+    ]
 
 
 def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
