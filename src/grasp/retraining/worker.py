@@ -182,14 +182,6 @@ class Worker:
             for b, name in enumerate(block.subset_ids)
         }
 
-    def weights(self, run: Run) -> F64:
-        """Return the weight of each row in the subset of a run, (N,); all 1 for the whole corpus."""
-        return (
-            np.ones(self.store.n_rows)
-            if run.subset_id == WHOLE_CORPUS_RUN
-            else self.subsets[run.subset_id].toarray()[0]
-        )
-
     def utility(self, run: Run, progress: Callable[[int], None]) -> F64:
         """Train the model of a run, and return the utility (-loss, nats per token) of every unit, (E,).
 
@@ -200,10 +192,11 @@ class Worker:
         """
         is_whole, is_further = run.subset_id == WHOLE_CORPUS_RUN, self.settings.train == "further"
         reference = self.retrained.path / "reference" / f"seed-{run.seed}"
+        weight_N = np.ones(self.store.n_rows) if is_whole else self.subsets[run.subset_id].toarray()[0]
         model: PreTrainedModel
         try:
             if is_further:
-                model = self._further.train(self.weights(run), run.seed, progress)
+                model = self._further.train(weight_N, run.seed, progress)
             else:
                 checkpoints = self.settings.checkpoints
                 if checkpoints is None:
@@ -212,7 +205,7 @@ class Worker:
                     self.recipe,
                     self.store,
                     seed=run.seed,
-                    retained=None if is_whole else self.weights(run),
+                    retained=None if is_whole else weight_N,
                     tokenizer=self.tokenizer,
                     out=reference if is_whole else None,
                     checkpoints=checkpoints if is_whole else (),
