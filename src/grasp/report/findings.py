@@ -194,7 +194,6 @@ def collect_findings(
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     by: Sequence[str] = (),
     runs: TrainingRuns | None = None,
-    partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
     protocol_path: Path | None = None,
@@ -212,7 +211,6 @@ def collect_findings(
         target: targets to show, with weights as those of `grasp select`. Default: all.
         by: labels to slice by. Default: all labels with a suitable number of values that are no paths or ids.
         runs: retrained or imported runs of the artifact's corpus.
-        partial: use the finished part of unfinished runs.
         selection: JSON summary that `grasp select` writes. Default: select 30 % of the rows.
         mixture: JSON summary that `grasp mix` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
@@ -232,14 +230,14 @@ def collect_findings(
 
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
-        run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
+        run_agreement = agreement(artifact, runs, protocol, targets=targets)
     sketches = () if runs is None else SIMILARITY_SKETCHES
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     columns = [label_column(artifact, name, "--by") for name in by or suggest_labels(artifact)]
     slices_by_label = [label_slices(column, tokens_N) for column in columns if by or not _names_places(column.values)]
     outcomes: OutcomePredictor | Missing = NO_RUNS  # predictions in the unit of the runs need finished development runs
-    if runs is not None and partial and runs.pending():
+    if runs is not None and runs.pending():
         outcomes = Missing(f"{NO_INTERVALS}: they are unfinished.", "Finish them with grasp retrain.")
     elif runs is not None:
         try:
