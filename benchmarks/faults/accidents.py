@@ -1,7 +1,7 @@
 """Accidents: kills, full and failing disks, flipped bits, cut files, slow and failing reads.
 
-    kill             SIGKILL at a random moment of what writes (build, retrain, a train command, distil, apply, merge,
-                     the map of the report, runs import); then the same again; what comes is equal, bit for bit
+    kill             SIGKILL at a random moment of what writes (build, retrain, distil, apply, merge, runs
+                     import); then the same again; what comes is equal, bit for bit
     kill worker      SIGKILL of an actor of the Ray engine at a random moment (only with --ray)
     full disk        no file may grow beyond a random size (RLIMIT_FSIZE: the error comes in the middle of a write); the
                      command ends with one line, leaves nothing half, and goes on without the limit
@@ -87,7 +87,7 @@ def kill_build(bench: Bench) -> None:
 
 
 def kill_retrain(bench: Bench) -> None:
-    killed(bench, bench.draw.choice(("retrain", "train-command")))
+    killed(bench, "retrain")
 
 
 def kill_writer(bench: Bench) -> None:

@@ -331,7 +331,6 @@ FILES = (
     ("report", "ART", "--runs", "RUNS", "--out"),
     ("report", "ART", "--previous", "OTHER", "--out"),
     ("explain", "ART", "--target", "facts", "--row", "row-1", "--out"),
-    ("explain", "ART", "--target", "facts", "--row", "row-1", "--json"),
     ("evaluate", "ART", "--runs", "ENV", "--json"),
     ("calibrate", "ART", "--runs", "ENV", "--out"),
     ("runs", "predict", "RUNS", "MIXTURES", "--out"),

@@ -100,12 +100,6 @@ def _retrain(root: Path, out: Path) -> None:
     retrain(retrain_settings(read_yaml(root / "retrain.yaml")), out)
 
 
-def _train_command(root: Path, out: Path) -> None:
-    command = f"sh -c 'cp -r {root}/model {{checkpoint}}' {{corpus}}"
-    settings = read_yaml(root / "retrain.yaml") | {"train_command": command, "tokenizer": str(root / "model")}
-    retrain(retrain_settings({name: value for name, value in settings.items() if name != "overrides"}), out)
-
-
 def _distil(root: Path, out: Path) -> None:
     distil(ArtifactReader.open(root / "whole-build"), "facts", out)
 
@@ -125,7 +119,6 @@ def _import_runs(root: Path, out: Path) -> None:
 VERBS: dict[str, Callable[[Path, Path], None]] = {
     "build": _build,
     "retrain": _retrain,
-    "train-command": _train_command,
     "distil": _distil,
     "apply": _apply,
     "other": _build_other,
@@ -298,7 +291,7 @@ def same(bench: Bench, verb: str, path: Path) -> None:
             raise FaultError(f"the arrays are not those of the undisturbed {verb}")
         if problems := verify(path).problems:
             raise FaultError(f"verify names {next(iter(problems))}")
-    elif verb in ("retrain", "train-command"):
+    elif verb == "retrain":
         ours, theirs = RetrainedRuns.open(path), RetrainedRuns.open(whole)
         if not np.array_equal(ours.utilities().values_BSE, theirs.utilities().values_BSE):
             raise FaultError("the utilities are not those of the undisturbed retrain")

@@ -9,7 +9,7 @@ HERE=experiments/baselines
 for name in cc-topic cc-format; do
   grasp evaluate $ARTIFACT --runs experiments/environments/$name \
     --protocol experiments/lds_main/protocol.yaml --method-settings $HERE/methods.yaml \
-    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json --csv bench-out/baselines-$name.csv
+    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json
 done
 # The lasso over masks as the source has it: 640 units and five tasks, each with a strength of its own, 8 folds. More
 # than an hour of one core, so on the environment that is held out alone.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from experiments.contamination.plant import CLEAN, Passage, folded, grams, own_text, passages, write_corpus
+from experiments.detection import auroc
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
@@ -34,7 +35,6 @@ from grasp.targets import Unit, load_units
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.train import train
 from grasp.vision.detect import relevance_array, standardised_blocks
-from grasp.vision.detection import auroc
 
 K, GRAM, RESAMPLES = 100, 13, 1000
 KERNELS = {"token": "output_layer", "input": "embedding", "pooled": "pooled"}  # by the names in recorded results

@@ -25,7 +25,7 @@ HELD=commonsense_qa,basic_skills_common_knowledge,basic_skills_logical_reasoning
 for loss in completion all; do
   compare() {
     grasp evaluate bench-out/cc-$loss --runs experiments/environments/$1 --protocol $OUT/protocol.yaml \
-      --oracle ridge --methods bm25 --json $OUT/$1-$loss.json --csv bench-out/$1-$loss.csv "${@:2}"
+      --oracle ridge --methods bm25 --json $OUT/$1-$loss.json "${@:2}"
     python -m experiments.lds_main.explain bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
   }
   compare cc-format

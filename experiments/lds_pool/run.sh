@@ -9,7 +9,7 @@ for loss in completion all; do
   grasp build --config experiments/artifacts/pool-$loss.yaml --out bench-out/pool-$loss
   grasp evaluate bench-out/pool-$loss --runs experiments/environments/pool-source \
     --protocol experiments/lds_main/protocol.yaml --oracle ridge --methods bm25 \
-    --json experiments/lds_pool/$loss.json --csv bench-out/pool-$loss.csv
+    --json experiments/lds_pool/$loss.json
 done
 python experiments/table.py experiments/lds_pool/{completion,all}.json \
   --title "Agreement with retraining on a pool of sources" --out experiments/lds_pool/table.md

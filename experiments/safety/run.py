@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from experiments.detection import evaluate_scores
 from experiments.safety import grasp_scores, setting
 from experiments.safety.detectors import Onion, prediction_divergence, strip, unanimous, variance
 from experiments.safety.influence import ekfac
@@ -33,7 +34,6 @@ from grasp.files import write_atomically
 from grasp.models.causal_lm import ReferenceModel
 from grasp.seeds import stream
 from grasp.settings import ModelSettings
-from grasp.vision.detection import evaluate_scores
 
 Scores = Mapping[str, NDArray[np.float64]]
 

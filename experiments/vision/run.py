@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.detection import auroc
 from experiments.vision import command, methods
 from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
@@ -24,7 +25,6 @@ from experiments.vision.methods import Head
 from grasp.arrays import F64
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream
-from grasp.vision.detection import auroc
 from grasp.vision.fitted_head import fit_linear
 
 NOISE, COMPONENTS, DECAY, CLASSES = 0.1, 128, 0.05, 10

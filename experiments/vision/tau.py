@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.detection import auroc
 from experiments.vision.run import CLASSES, World
 from grasp.arrays import F64
 from grasp.kernels.sketch import gaussian_projection
 from grasp.kernels.whitening import preconditioner, whitening_map
-from grasp.vision.detection import auroc, mean_ranks
+from grasp.vision.detection import mean_ranks
 from grasp.vision.fitted_head import fit_linear
 from grasp.vision.neighbours import disagreement
 

@@ -5,19 +5,18 @@ read by the reader NAME. The artifact records the name, so that its rows are ope
 settings the model is a causal LM, which reads texts (`grasp.pipeline.inputs`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from grasp.corpus.row_store import RowStore
 from grasp.entry_points import load
-from grasp.results import Result
 from grasp.settings import READERS, BuildSettings, ModelSettings, ReaderSettings
 from grasp.targets.units import UnitSet
 
 
 class Reader(Protocol):
-    """Loads a model, reads corpus and targets for it, and explains rows.
+    """Loads a model, and reads corpus and targets for it.
 
     Attributes:
         settings: class of the settings `model.NAME`.
@@ -43,12 +42,6 @@ class Reader(Protocol):
             progress: receives the number of rows of each finished shard.
         Returns:
             The units, the same as inputs of the model, and the rows in the directory `tokens`.
-        """
-
-    def explain(self, artifact: Any, target: str | None, rows: Sequence[str], **options: Any) -> list[Result]:
-        """Explain rows of an `ArtifactReader` without the model; options as in `grasp.inspect.explain`.
-
-        The options are unit, match and protocol.
         """
 
 

@@ -553,7 +553,7 @@ def code_settings(data: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the settings that name code to run, with those of the reader that the settings choose."""
     reader = named_reader(data.get("model"))
     names = () if reader is None else load(READERS, reader).settings.code
-    return ("model.trust_remote_code", "train_command", *(f"model.{reader}.{name}" for name in names))
+    return ("model.trust_remote_code", *(f"model.{reader}.{name}" for name in names))
 
 
 def named_reader(model: Any) -> str | None:

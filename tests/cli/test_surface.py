@@ -87,7 +87,7 @@ def test_help_names_every_command_in_a_group():
     assert "..." not in text.replace("[ARGS]...", "")
     assert run().err.strip() == text.strip()
     page = succeed("report", "--help").out
-    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--partial")
+    assert page.index("\nOptions:") < page.index("--by") < page.index("\nMore options:") < page.index("--explain")
     assert all(len(line) <= 80 for line in page[: page.index("Examples:")].splitlines())
 
 

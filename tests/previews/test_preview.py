@@ -68,7 +68,7 @@ def test_a_tokenizer_suffices_and_columns_are_named(place):
     assert "columns: text from 'body', row_id from 'key'" in str(by_tokenizer)
     facts = str(place / "facts.jsonl")
     assert preview_targets(facts, tokenizer=model).table == preview_targets(facts, model=model).table
-    flags = ["--text-column", "body", "--id-column", "key"]
+    flags = ["--text-column", "body", "--set", "corpus.row_id_column=key"]
     expected = succeed("corpus", path, *flags, "--model", model).out
     options = ["--set", f"model.tokenizer={model}"]
     assert succeed("corpus", path, *flags, *options).lines[0] == expected.splitlines()[0]

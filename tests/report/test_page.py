@@ -254,9 +254,12 @@ def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path)
         "Runs in held-out (held-out)",
         "No intervals in the unit of the runs: ",
     )
-    unfinished = page_text(artifact, runs=write_environment(tmp_path / "env", artifact, done=10), partial=True)
+    unfinished = page_text(artifact, runs=write_environment(tmp_path / "env", artifact, done=10))
     assert_contains(
-        unfinished, "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done", "the runs: they are unfinished."
+        unfinished,
+        "unfinished: 10 of 48 runs have a result",
+        "Unfinished: 10 of 24 subsets with 1 of 2 seeds are done",
+        "the runs: they are unfinished.",
     )
     null = write_artifact(tmp_path / "null", topics=("only", "one"), pull=0.0)
     assert_contains(
@@ -459,8 +462,7 @@ REFUSED = [
     ("ART --selection no.json --out OUT", "--selection: no.json: no such file"),
     ("ART --mixture WRONG/m.json --out OUT", "m.json: not the summary of a mixture"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
-    ("ART --runs WRONG/begun --out OUT", "46 runs are missing"),
-    ("ART --runs WRONG/begun --partial --out OUT", "fewer than 3 subsets have a result"),
+    ("ART --runs WRONG/begun --out OUT", "fewer than 3 subsets have a result"),
     ("ART --out WRONG", "which is a directory"),
     ("WRONG/single --by topic --out OUT", "--by topic: has the single value 'only'"),
 ]

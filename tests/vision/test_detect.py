@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.detection import evaluate_scores
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Progress
 from grasp.settings import build_settings
-from grasp.vision.detect import _inverted_score_notes, detect, standardised_blocks
-from grasp.vision.detection import evaluate_scores
+from grasp.vision.detect import detect, standardised_blocks
 from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
@@ -72,35 +72,24 @@ def trusted_rows(tmp_path):
 
 
 def test_rows_with_wrong_labels_rank_first(noisy):
-    suspects = detect(noisy, "trusted", truth="changed")
+    suspects = detect(noisy, "trusted")
     assert list(suspects.scores) == ["low_relevance", "neighbour_disagreement", "fused"]
-    detections = suspects.detections
+    changed_N = np.arange(60) % 10 == 3
+    detections = {name: evaluate_scores(score_N, changed_N) for name, score_N in suspects.scores.items()}
     assert detections["fused"].n_planted == 6
     assert detections["low_relevance"].auroc > 0.95
     assert detections["neighbour_disagreement"].auroc > 0.95
     assert detections["fused"].at_k.recall >= 5 / 6
 
 
-def test_planted_rows_that_look_helpful_are_reported_as_such(noisy):
-    rng = np.random.default_rng(0)
-    planted_N = np.arange(60) < 20
-    bad, good = rng.normal(1, 1, 60), rng.normal(-1, 1, 60)
-    detections = {
-        name: evaluate_scores(np.where(planted_N, good, bad), planted_N) for name in ("low_relevance", "fused")
-    }
-    assert _inverted_score_notes(detections, "trusted") == [
-        "low_relevance: planted rows look more helpful to trusted than the others (AUROC below 0.5)",
-        "fused: planted rows look less suspicious than the others (AUROC below 0.5)",
-    ]
-    assert not _inverted_score_notes({"fused": evaluate_scores(bad, planted_N)}, "trusted")
+def test_a_note_names_the_kernel(noisy):
     (kernel,) = [note for note in detect(noisy, "trusted").notes if note.startswith("low_relevance: minus")]
     assert_mentions(kernel, "output_layer", "--match")
 
 
 def test_the_command_writes_a_table_and_a_page_with_the_images_of_the_artifact(noisy, tmp_path):
     out, page = tmp_path / "suspects.parquet", tmp_path / "suspects.html"
-    printed = succeed("detect", noisy.path, "--target", "trusted", "--truth", "changed", "--out", out, "--top", 3).out
-    assert re.search(r"truth.*\b6 of 60 rows", printed)
+    printed = succeed("detect", noisy.path, "--target", "trusted", "--out", out, "--top", 3).out
     assert "12 x 12 pixels" in printed
     table = pq.read_table(out)
     assert table["rank"].to_pylist() == list(range(1, 61))
@@ -196,19 +185,15 @@ def test_scores_do_not_depend_on_block_size(tmp_path):
 
 
 REFUSED = [
-    ("noisy", {"truth": "one"}, r"\b60 of 60 rows"),
-    ("noisy", {"truth": "image_class"}, "truth image_class: .*train-0.*'blue'"),
+    ("noisy", {"clean": "image_class"}, "clean image_class: .*train-0.*'blue'"),
     ("noisy", {"clean": "changed"}, "clean changed: .*6 rows"),
     ("noisy", {"clean": "nothing"}, r"\['nothing'\]"),
-    ("noisy", {"truth": "nothing"}, r"\['nothing'\]"),
-    ("noisy", {"truth": "changed", "k": 61}, r"k:.*\b61\b.*\b1\b.*\b60\b"),
     ("noisy", {"false_positives": 0.7}, r"got 0\.7"),
     ("noisy", {"match": "embedding"}, "relevance.*'embedding'"),
-    ("noisy", {"k": 5}, "k: .*truth"),
     ("noisy", {"top": -1}, r"top:.*-1\b"),
-    ("noisy", {"truth": "part"}, "truth part: .*train-4"),
-    ("noisy", {"truth": "minus"}, r"truth minus: .*train-5.*-1\b"),
-    ("noisy", {"truth": "nan"}, "truth nan: .*train-6"),
+    ("noisy", {"clean": "part"}, "clean part: .*train-4"),
+    ("noisy", {"clean": "minus"}, r"clean minus: .*train-5.*-1\b"),
+    ("noisy", {"clean": "nan"}, "clean nan: .*train-6"),
     ("few", {}, r"\b9 rows.*\b10\b"),
     ("texts", {"target": "sciq"}, "texts, expected images"),
     ("trusted_rows", {"target": "trusted"}, r"(?s)\b3 of 3 trusted units.*trusted:t1 = train-4"),

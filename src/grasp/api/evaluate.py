@@ -42,7 +42,6 @@ def evaluate(
     protocol: ScoringProtocol | Place | None = None,
     target: str | Sequence[str] | None = None,
     methods: str | Sequence[str] | None = None,
-    partial: bool = False,
     method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
     oracles: str | Sequence[str] = (),
@@ -56,11 +55,10 @@ def evaluate(
     selected are marked "in sample".
 
     Args:
-        runs: retrained subsets; see `grasp retrain`.
+        runs: retrained subsets; see `grasp retrain`. Of an unfinished directory, the finished ones.
         protocol: additional protocol to compare with the built-in one.
         target: targets, separated by commas. Default: all that artifact and runs have in common.
         methods: published methods, separated by commas; see `grasp methods`.
-        partial: use the finished runs of an unfinished directory.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
         oracles: fit ridge or lasso on the retrained subsets; append :masks or :LABEL to set the features.
@@ -92,7 +90,6 @@ def evaluate(
         methods=published,
         checkpoints=[Path(path) for path in checkpoints],
         targets=None if target is None else parse_names(target, art.files.targets),
-        partial=partial,
         resamples=resamples,
         notes=notes,
         progress=progress,
@@ -128,7 +125,6 @@ def compare(
     checkpoints: Sequence[Path] = (),
     targets: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-    partial: bool = False,
     resamples: int = RESAMPLES,
     notes: Sequence[str] = (),
     progress: Progress | None = None,
@@ -141,7 +137,6 @@ def compare(
         methods: published methods; `checkpoints` for those that use several.
         targets: target names of the runs; default: all that the artifact has.
         seeds: training seeds to use; default: all.
-        partial: use the finished subsets of unfinished runs.
         notes: notes to include in the result.
     Raises:
         RunsError: artifact or utilities do not match, or are incomplete.
@@ -153,7 +148,7 @@ def compare(
     if targets == [] or any(name not in common for name in targets or ()):
         raise RunsError(f"target: got {list(targets or ())}; runs and artifact have {list(common)} in common")
     selected = common if targets is None else tuple(targets)
-    utilities = runs.utilities(seeds=seeds, partial=partial).select(*selected)
+    utilities = runs.utilities(seeds=seeds, partial=True).select(*selected)
     inputs = MethodInputs(
         artifact,
         checkpoint_paths=tuple(checkpoints),
@@ -184,7 +179,6 @@ def compare(
         predictions,
         targets=evaluated or None,
         seeds=seeds,
-        partial=partial,
         resamples=resamples,
         notes=notes,
         selected_on=protocols_on | dict(selected_on or {}),
@@ -240,14 +234,14 @@ def agreement(
     protocol: ScoringProtocol,
     *,
     targets: Sequence[str] | None = None,
-    partial: bool = False,
 ) -> Agreement:
     """Compare a protocol, and the additive kernel combinations, with runs.
 
+    Of unfinished runs, the subsets are used that have a result for every seed; if there are fewer than three, the last
+    seeds are ignored.
+
     Args:
         targets: target names of the artifact; default: all that both have.
-        partial: use the subsets of unfinished runs that have a result for every seed; if there are fewer than three,
-            ignore the last seeds.
     Raises:
         RunsError: artifact and runs do not match, or results are missing.
         ProtocolError: the artifact does not fit the protocol.
@@ -258,7 +252,7 @@ def agreement(
         if targets is None or target in targets
     ]
     seeds = None
-    if partial:  # use as many seeds as leave enough subsets; seeds are trained one after the other
+    if runs.pending():  # use as many seeds as leave enough subsets; seeds are trained one after the other
         counts = range(len(runs.info.seeds), 0, -1)
         candidates = (runs.utilities(seeds=runs.info.seeds[:count], partial=True) for count in counts)
         seeds = next((finished.seeds for finished in candidates if len(finished.subset_ids) >= MIN_SUBSETS), None)
@@ -266,7 +260,7 @@ def agreement(
             raise RunsError(
                 f"{runs.path}: fewer than {MIN_SUBSETS} subsets have a result; wait for more, or drop the runs"
             )
-    report = compare(artifact, runs, {protocol.name: protocol}, targets=selected, seeds=seeds, partial=partial)
+    report = compare(artifact, runs, {protocol.name: protocol}, targets=selected, seeds=seeds)
     (predictions,) = [result.predictions for result in report.methods if result.method == protocol.name]
     points = []
     for target in selected:

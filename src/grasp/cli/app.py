@@ -142,7 +142,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle", "tolerance": "--within"}
+FLAGS = {"count": "-B", "columns": "--weights", "oracles": "--oracle", "tolerance": "--within"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {
@@ -150,7 +150,7 @@ METAVARS = {
     for metavar, arguments in {
         "EXPR": "drop keep where exclude_where",
         "EXPR:NUMBER": "weight",
-        "LABEL": "by label clean truth",
+        "LABEL": "by label clean",
         "ID": "unit row",
         "AMOUNT": "budget",
         "[VALUE:]AMOUNT": "floor cap",
@@ -163,7 +163,6 @@ METAVARS = {
         "MEASURE": "measure",
         "COLUMN": "text_column id_column",
         "PATTERN": "columns metrics higher lower",
-        "COMMAND": "train_command",
         "FILE": "source_tokens",
         "PATH": "corpus",
         "DIR": "out runs development checkpoints model tokenizer",

@@ -9,7 +9,7 @@ import typer
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program
-from grasp.cli.options import Address, Assignments, ConfigFile, cluster_spec, merge_settings
+from grasp.cli.options import Assignments, ConfigFile, RayHost, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_text
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "grasp build --config art/run.yaml --out s3://bucket/art",
     verb="grasp.pipeline.build",
     more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
+    python="id_column",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -45,11 +46,10 @@ def build(
     add_target: str | None = rare("--add-target NAMES", "Add targets to a finished artifact.", None),
     settings: ConfigFile = None,
     assign: Assignments = [],
-    engine: str = rare("--engine NAME", "local: this process; ray: a Ray cluster.", "local"),
+    ray: RayHost = None,
     workers: int | None = rare(
         "--workers N", "Workers of the cluster. Default: one per GPU, or one per core without GPUs.", None, min=1
     ),
-    address: Address = None,
     **params: Any,
 ) -> None:
     from grasp.pipeline.add_targets import add_targets
@@ -62,7 +62,7 @@ def build(
     names = [name for text in targets for name in split_names(text)]
     flags = argument_settings(params) | {"targets.names": names or None}
     data = merge_settings(settings, assign, flags)
-    idle = {"--engine": engine != "local", "--workers": workers, "--address": address, "--resume": resume}
+    idle = {"--ray": ray, "--workers": workers, "--resume": resume}
     if add_target is not None:
         idle |= {"--untrained": untrained, "--warm-up": warm_up}
         idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
@@ -84,9 +84,9 @@ def build(
         with Watch() as watch:
             print(estimate(out, data, untrained=untrained, progress=watch, **trainings))
         return
-    if engine == "local" and workers:
-        raise SettingsError("--workers: no effect with --engine local; use --engine ray")
-    spec = cluster_spec(engine, workers, address, get_setting(data, "model.threads"))
+    if ray is None and workers:
+        raise SettingsError("--workers: no effect without --ray; add --ray local")
+    spec = cluster_spec(ray, workers, get_setting(data, "model.threads"))
     with Watch() as watch:
         artifact = run(
             out=out,

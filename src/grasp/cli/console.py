@@ -8,8 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
-
 from grasp import files
 from grasp.cli.app import flag_of
 from grasp.progress_display import Watch
@@ -36,18 +34,8 @@ class PlainStream:
             raise TypeError(f"got {type(text).__name__}, expected text")
         return self._stream.write(printable(text))
 
-    def styled(self, text: str) -> int:
-        """Write text with colour codes; untrusted parts must already be printable."""
-        return self._stream.write(text)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def in_colour() -> bool:
-    """Return whether standard output is a terminal with colours and NO_COLOR is not set."""
-    console = Console()
-    return console.color_system is not None and not console.no_color
 
 
 def program() -> str:
@@ -106,12 +94,11 @@ def print_result(result: "Result", out: Path | None = None, *, written: int | No
     print(f"{out}: {written:,} rows")
 
 
-def print_evaluation(result: "Evaluation", json_file: Path | None, csv_file: Path | None) -> None:
-    """Print an evaluation, or write it as JSON or CSV to files or to the standard output."""
-    if not {json_file, csv_file} & {*files.STANDARD_OUTPUTS}:
-        print(result)
-    for file, text in ((json_file, result.to_json), (csv_file, result.to_csv)):
-        if file in files.STANDARD_OUTPUTS:
-            print(printable(text()), end="")
-        elif file is not None:
-            files.write_atomically(file, text().encode())
+def print_evaluation(result: "Evaluation", json_file: Path | None) -> None:
+    """Print an evaluation, and write it as JSON to a file, or only JSON to the standard output."""
+    if json_file in files.STANDARD_OUTPUTS:
+        print(printable(result.to_json()), end="")
+        return
+    print(result)
+    if json_file is not None:
+        files.write_atomically(json_file, result.to_json().encode())

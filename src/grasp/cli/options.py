@@ -33,9 +33,9 @@ ModelOverrides = Annotated[
     list[str],
     rare("--set NAME=VALUE", "Current path of the model (model.path=DIR), or code of it that may be run. Repeatable."),
 ]
-Address = Annotated[
+RayHost = Annotated[
     str | None,
-    rare("--address HOST", "Ray cluster, e.g. auto or head:6379. Default: start one on this machine."),
+    rare("--ray HOST", "Use a Ray cluster: auto, head:6379, or local to start one on this machine."),
 ]
 
 
@@ -78,24 +78,19 @@ def table_outputs(out: Path | None) -> dict[str, Path | None]:
     return {"--out": out, "the summary of --out": out.with_suffix(".json"), "the protocol of --out": protocol}
 
 
-def cluster_spec(engine: str, workers: int | None, address: str | None, threads: int | None) -> "ClusterSpec | None":
-    """Return the Ray cluster of `--engine ray`; None for `local`.
+def cluster_spec(host: str | None, workers: int | None, threads: int | None) -> "ClusterSpec | None":
+    """Return the Ray cluster of `--ray`; None without the option.
 
     Args:
-        engine: local or ray.
+        host: address of a running cluster, or `local`: start one on this machine.
         workers: number of workers; None: one per GPU or core.
-        address: address of a running cluster; None: start one on this machine.
         threads: threads of each worker; None: 1.
-    Raises:
-        SettingsError: unknown engine, or an address without `--engine ray`.
     """
-    if engine not in ("local", "ray") or (engine == "local" and address is not None):
-        raise SettingsError(f"--engine: got {engine!r}, expected local or ray; --address requires ray")
-    if engine == "local":
+    if host is None:
         return None
     from grasp.pipeline.ray_cluster import ClusterSpec
 
-    return ClusterSpec(address, workers, threads or 1)
+    return ClusterSpec(None if host == "local" else host, workers, threads or 1)
 
 
 def split_names(text: str | None) -> list[str] | None:

@@ -1,17 +1,15 @@
 """Commands that predict effects: grasp score, predict, explain, report."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import grasp
 from grasp.cli.app import command, option
-from grasp.cli.console import PlainStream, check_outputs, in_colour, print_result
-from grasp.cli.options import Art, JsonFile, ModelOverrides, ResultFile, merge_settings
+from grasp.cli.console import check_outputs, print_result
+from grasp.cli.options import Art, ModelOverrides, ResultFile, merge_settings
 from grasp.errors import SettingsError
-from grasp.files import write_atomically
 from grasp.progress_display import Watch
-from grasp.text import json_text, size_text
+from grasp.text import size_text
 
 TOP = 10  # default of grasp score --top
 
@@ -59,43 +57,28 @@ def explain(
         "--unit ID", "One question of the target; without --row, list its most and least helpful rows.", None
     ),
     out: Path | None = option("--out FILE", "Write the explanation: .html, or its table as .parquet or .csv.", None),
-    json_file: JsonFile = None,
     assignments: ModelOverrides = [],
     **params: Any,
 ) -> None:
-    from grasp.inspect.explanation import Explanation
-
     artifact = grasp.open(art)
     is_page = row is not None and out is not None and out.suffix == ".html"
-    check_outputs(
-        {"--out": out, "--json": json_file},
-        artifact=artifact.files,
-        params=params,
-        tables=[] if is_page else ["--out"],
-    )
+    check_outputs({"--out": out}, artifact=artifact.files, params=params, tables=[] if is_page else ["--out"])
     if row is None:
         if unit is None:
             raise SettingsError("explain: missing --row or --unit; pass a row_id, e.g. one printed by grasp score")
-        if json_file is not None:
-            raise SettingsError("--json: requires --row; use --out to write a table of rows")
         print_result(artifact.score(unit=unit, top=ROWS_PER_END, bottom=ROWS_PER_END, **params), out)
         return
     explanation = artifact.explain(row=row, unit=unit, overrides=merge_settings(None, assignments, {}), **params)
-    if json_file is not None:
-        write_atomically(json_file, (json_text(explanation.to_dict()) + "\n").encode())
     if out is not None:
         explanation.write(out)
-    if isinstance(explanation, Explanation) and in_colour() and isinstance(sys.stdout, PlainStream):
-        sys.stdout.styled(explanation.as_text(colour=True) + "\n")
-    else:
-        print(explanation)
+    print(explanation)
 
 
 @command(
     "grasp report art --out report.html",
     "grasp report art --runs dev --selection kept.json --mixture mixture.json --out report.html",
     verb="grasp.report.build_report",
-    more="protocol explain partial",
+    more="protocol explain",
 )
 def report(
     art: Art,

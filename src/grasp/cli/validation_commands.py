@@ -1,13 +1,12 @@
 """Commands that evaluate predictions: grasp evaluate, methods."""
 
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import typer
 
 import grasp
-from grasp.cli.app import command, option
+from grasp.cli.app import command
 from grasp.cli.console import check_outputs, print_evaluation
 from grasp.cli.options import Art, JsonFile, split_names
 from grasp.errors import SettingsError
@@ -55,27 +54,25 @@ def methods(
 
 
 @command(
-    "grasp evaluate art --runs env --protocol protocol.yaml --csv result.csv",
+    "grasp evaluate art --runs env --protocol protocol.yaml --json result.json",
     "grasp evaluate art --runs test --oracle ridge",
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     verb="grasp.api.evaluate",
-    more="partial method_settings checkpoints oracles",
+    more="method_settings checkpoints oracles",
     python="resamples",
 )
 def evaluate(
     art: Art,
-    csv_file: Path | None = option("--csv FILE", "Write CSV, one row per method and target.", None),
     json_file: JsonFile = None,
     **params: Any,
 ) -> None:
     opened = grasp.open(art)
-    outputs = {"--json": json_file, "--csv": csv_file}
-    check_outputs(outputs, artifact=opened.files, params=params, streamed=("--json", "--csv"))
+    check_outputs({"--json": json_file}, artifact=opened.files, params=params, streamed=("--json",))
     if split_names(params["methods"]) == []:
         raise SettingsError(
             f"--methods: got {params['methods']!r}, expected names separated by commas; see grasp methods"
         )
     with Watch() as watch:
         result = grasp.evaluate(opened, **params, progress=watch)
-    print_evaluation(result, json_file, csv_file)
+    print_evaluation(result, json_file)

@@ -316,7 +316,7 @@ class RowStore:
             raise CorpusError(
                 f"row_id {row_id!r} occurs twice: "
                 f"{' and '.join(next(documents(position)).location for position in positions)}; use unique names, "
-                'another column of names (--id-column NAME), or generated names (--id-column "")'
+                'another column (corpus.row_id_column: NAME), or generated names (corpus.row_id_column: "")'
             )
         ignored = {name for mark in marks for name in mark.ignored_columns}
         kinds_of: dict[str, list[Kind]] = {}  # of a label in each shard

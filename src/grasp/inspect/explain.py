@@ -51,7 +51,6 @@ from grasp.pipeline.model_pass import ModelPass, read_batches, row_examples, uni
 from grasp.pipeline.stored_inputs import load_kernels
 from grasp.predict.predictor import Predictor, additive_predictor
 from grasp.predict.scoring_rule import ScoringProtocol, kernel_weights
-from grasp.results import Result
 from grasp.targets.units import UnitTokens
 
 MAX_PAIRS = 100  # pairs of words in a result
@@ -76,12 +75,11 @@ def explain(
     match: str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Explanation | Result:
+) -> Explanation:
     """Explain the effect of a row on a target by the contributions of its words.
 
     With `unit`, also show the words of the answer and the strongest pairs of words; without it, the questions that the
-    row helps and harms most. The model is run on the row, and on the questions if their features are not stored. Rows
-    of a reader (`grasp.readers`) are explained by the units that they affect most.
+    row helps and harms most. The model is run on the row, and on the questions if their features are not stored.
 
     In Python use one `Explainer` for many rows.
 
@@ -96,7 +94,7 @@ def explain(
     Raises:
         SettingsError: no such row.
         ProtocolError: no such target, unit or kernel.
-        ArtifactError: rows were not stored, or model or corpus differ from those of the build.
+        ArtifactError: the rows are no texts or were not stored, or model or corpus differ from those of the build.
         ModelError: the model does not exist any more.
     """
     return Explainer(artifact, overrides).explain(target, row, unit=unit, match=match, protocol=protocol)
@@ -137,12 +135,10 @@ class Explainer:
         unit: str | None = None,
         match: str | None = None,
         protocol: ScoringProtocol | Path | str | None = None,
-    ) -> Explanation | Result:
+    ) -> Explanation:
         """See `explain`."""
         artifact = self.artifact
-        if artifact.reader is not None:
-            (explanation,) = artifact.reader.explain(artifact, target, [row], unit=unit, match=match, protocol=protocol)
-            return explanation
+        artifact.require_texts("explain shows the contributions of words")
         target = only_target(artifact, target)
         if match is not None:
             artifact.relevance_name(match)  # raises an error that lists the kernels

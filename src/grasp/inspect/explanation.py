@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isnan
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -33,12 +33,10 @@ MIN_NUMBERED_SHARE = 0.2  # contribution, relative to the strongest word, below 
 NUMBER_WIDTH = 7  # width of a number in columns
 MAX_OPACITY = 0.5  # opacity of the strongest HTML shade, so that text stays readable
 CONTEXT_TOKENS = 4  # tokens before a word of a pair
-LEGEND_NUMBERS = "numbers: contribution of a word to the effect; above 0 it helps"
-LEGEND_COLOURS = "blue: the word increases the effect; orange: it decreases it"
+LEGEND = "numbers: contribution of a word to the effect; above 0 it helps"
 LINE_WIDTH, MAX_EXCESS = 100, 20  # columns of a line, and excess for text without spaces
 FIRST_UNSPACED = "\u2e80"  # first character of scripts without spaces between words
 # blues and oranges among the 256 colours of a terminal, by increasing strength
-HELPFUL_COLOURS, HARMFUL_COLOURS = (189, 153, 117, 75, 33), (230, 223, 216, 209, 202)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -109,19 +107,15 @@ class Explanation(Result):
         return [] if self.answer is None else _shades(self.answer_tokens, self.received)
 
     def __repr__(self) -> str:
-        return self.as_text()
-
-    def as_text(self, *, colour: bool = False) -> str:
-        """Format for a terminal: strong words with their numbers, or all words on shades of blue and orange."""
-        parts = [plain(self.headline), "", *_format_paragraph(self.tokens, self.contributions, colour=colour)]
+        parts = [plain(self.headline), "", *_format_paragraph(self.tokens, self.contributions)]
         if self.answer is not None:
             parts += ["", "question: " + ending(self.prompt), "", "answer, by the contribution to each word:"]
             has_loss = ~np.isnan(self.received)
             answer = [token for token, is_scored in zip(self.answer_tokens, has_loss, strict=True) if is_scored]
-            parts += _format_paragraph(answer, self.received[has_loss], colour=colour)
+            parts += _format_paragraph(answer, self.received[has_loss])
         for title, names, lines in self._tables():
             parts += ["", text_table(title, names, lines, left=0)]
-        return "\n".join([*parts, "", LEGEND_COLOURS if colour else LEGEND_NUMBERS, *map(plain, self.notes)])
+        return "\n".join([*parts, "", LEGEND, *map(plain, self.notes)])
 
     def _tables(self) -> Iterator[tuple[str, list[str], list[list[str]]]]:
         """Yield the tables below the text: title, headings, lines."""
@@ -157,17 +151,6 @@ class Explanation(Result):
         for title, names, lines in self._tables():
             parts.append(f"<p><b>{escape(title)}</b></p>{html_table(names, lines)}")
         return "".join([*parts, *(f"<p>{escape(plain(note))}</p>" for note in self.notes)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON values."""
-        values = ("target", "row_id", "unit_id", "effect", "text", "average", "gap", "replay")
-        tables = {name: getattr(self, name) for name in ("kernels", "answer", "pairs", "questions")}
-        return {
-            **{name: getattr(self, name) for name in values},
-            "tokens": self.table.to_pylist(),
-            **{name: table.to_pylist() for name, table in tables.items() if table is not None},
-            "notes": list(self.notes),
-        }
 
 
 def join_words(tokens: Sequence[str]) -> tuple[list[str], NDArray[np.int64]]:
@@ -227,11 +210,8 @@ def _shades(tokens: Sequence[str], contribution_L: F64) -> list[tuple[str, float
     ]
 
 
-def _format_paragraph(tokens: Sequence[str], contribution_L: F64, *, colour: bool) -> list[str]:
-    """Format text as lines with marked words; a long text is cut to the window with the largest contributions.
-
-    With colour, helpful words are blue and harmful words orange; without, strong words are followed by their number.
-    """
+def _format_paragraph(tokens: Sequence[str], contribution_L: F64) -> list[str]:
+    """Format text as lines, with numbers behind strong words; a long text is cut to the window with the largest sum."""
     words, contribution_W, shares = by_word(tokens, contribution_L)
     start, stop = 0, len(words)
     if stop > SHOWN_WORDS:
@@ -250,10 +230,7 @@ def _format_paragraph(tokens: Sequence[str], contribution_L: F64, *, colour: boo
             lines.append(line.rstrip())
             line, used, shown = "", 0, shown.lstrip(" ")
         used += width
-        level = min(int(abs(share) * (len(HELPFUL_COLOURS) + 1)), len(HELPFUL_COLOURS)) if colour else 0
-        if level:
-            shown = f"\x1b[30;48;5;{(HELPFUL_COLOURS if share > 0 else HARMFUL_COLOURS)[level - 1]}m{shown}\x1b[0m"
-        elif shown.strip() and abs(share) >= MIN_NUMBERED_SHARE and not colour:
+        if shown.strip() and abs(share) >= MIN_NUMBERED_SHARE:
             shown += f"[{contribution:+z.2g}]"
         line += shown
     lines.append(line)

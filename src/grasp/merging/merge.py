@@ -120,7 +120,7 @@ def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
         name, first, last, count = duplicate
         raise ArtifactError(
             f"row_id {name!r} is in {parts[first].location} and in {parts[last].location} ({count:,} such rows in "
-            "total); use distinct names (--id-column), or remove the documents that are in both"
+            "total); use distinct names (corpus.row_id_column), or remove the documents that are in both"
         )
 
 

@@ -74,21 +74,19 @@ def calibrate(
 
 @command(
     "grasp controls art --runs test --development dev",
-    "grasp controls art --runs dev --family family.yaml --csv controls.csv",
+    "grasp controls art --runs dev --family family.yaml --json controls.json",
     verb="grasp.paper.controls",
-    more="partial",
     python="resamples",
     group=commands,
     section=SECTION,
 )
 def controls(
     art: Art,
-    csv_file: Path | None = option("--csv FILE", "Write CSV, one row per method and target.", None),
     json_file: JsonFile = None,
     **params: Any,
 ) -> None:
     from grasp.paper.controls import controls as evaluate_controls
 
     opened = grasp.open(art)
-    check_outputs({"--json": json_file, "--csv": csv_file}, artifact=opened.files, params=params)
-    print_evaluation(evaluate_controls(opened, **params), json_file, csv_file)
+    check_outputs({"--json": json_file}, artifact=opened.files, params=params, streamed=("--json",))
+    print_evaluation(evaluate_controls(opened, **params), json_file)

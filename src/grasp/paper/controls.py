@@ -40,17 +40,15 @@ def controls(
     *,
     development: Sequence[Runs] = (),
     family: ProtocolFamily | Place | None = None,
-    partial: bool = False,
     resamples: int = RESAMPLES,
 ) -> Evaluation:
     """Compare the controls and ablations of the paper with retrained models.
 
     Args:
         art: artifact of the runs.
-        runs: retrained subsets.
+        runs: retrained subsets; of an unfinished directory, the finished ones.
         development: runs on which the weights of every control are selected. Default: `runs`.
         family: candidate protocols. Default: the built-in family.
-        partial: use the finished runs of an unfinished directory.
         resamples: bootstrap resamples of the subsets.
     Raises:
         SettingsError: `development` is empty and the evaluated runs are held out.
@@ -81,7 +79,6 @@ def controls(
         {built_in.name: built_in},
         predicted=predictions,
         selected_on=dict.fromkeys(candidates, selected_on),
-        partial=partial,
         resamples=resamples,
         notes=[f"protocol {built_in.name}: {built_in.selection_summary}", *notes],
     )

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster that run the reference model, instead of the calling process (`--engine ray`).
+"""Workers on a Ray cluster that run the reference model, instead of the calling process (`--ray`).
 
 Workers receive rows and return features; only the caller reads and writes files. It reads the corpus into its row
 store, whose shards are the jobs, so that only the forward pass is distributed; reading costs a hundredth of the pass.

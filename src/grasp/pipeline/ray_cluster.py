@@ -65,7 +65,7 @@ class Cluster:
                 break
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"--engine ray: the cluster has room for {free} workers now, expected {n_minimum}; its cores or "
+                    f"--ray: the cluster has room for {free} workers now, expected {n_minimum}; its cores or "
                     "GPUs are in use: reduce --workers, or retry later with --resume"
                 )
             time.sleep(POLL_SECONDS)
@@ -106,7 +106,7 @@ class Cluster:
         except (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError) as err:
             reason = " ".join(str(err).split())[:300]
             raise EngineError(
-                f"--engine ray: workers died {RETRIES + 1} times on the same job: {reason}; if memory ran out, lower "
+                f"--ray: workers died {RETRIES + 1} times on the same job: {reason}; if memory ran out, lower "
                 "model.batch_tokens or shard_rows, then resume with --resume; finished shards are kept"
             ) from err
 
@@ -164,7 +164,7 @@ class _Run:
 @contextmanager
 def connected(spec: ClusterSpec) -> Iterator[Cluster]:
     """Connect to the cluster of `spec`, or start one that ends with the block."""
-    ray = require("ray", extra="ray", feature="--engine ray")
+    ray = require("ray", extra="ray", feature="--ray")
     is_own_cluster = not ray.is_initialized()
     if is_own_cluster:
         init_options: dict[str, Any] = {"address": spec.address}
@@ -179,11 +179,11 @@ def connected(spec: ClusterSpec) -> Iterator[Cluster]:
         try:
             ray.init(log_to_driver=False, logging_level="error", **init_options)
         except (ConnectionError, ValueError, RuntimeError) as err:
-            problem, reason = "--engine ray: no cluster could be started on this machine", " ".join(str(err).split())
+            problem, reason = "--ray: no cluster could be started on this machine", " ".join(str(err).split())
             hint = ""
             if spec.address is not None:
-                problem = f"--address: no Ray cluster at {spec.address!r}"
-                hint = "; start one with `ray start --head`, or omit the option to use this machine"
+                problem = f"--ray: no Ray cluster at {spec.address!r}"
+                hint = "; start one with `ray start --head`, or use --ray local for this machine"
             raise EngineError(f"{problem}: {reason[:200]}{hint}") from err
     try:
         yield Cluster(ray, spec)

@@ -41,7 +41,7 @@ def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **optio
     name="corpus",
     group=commands,
     verb="grasp.previews.preview",
-    python="tokenizer",
+    python="tokenizer id_column",
 )
 def preview_corpus(
     corpus: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),

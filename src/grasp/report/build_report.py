@@ -53,7 +53,6 @@ def report(
     mixture: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     explain: int = DEFAULT_EXPLAINED,
-    partial: bool = False,
     progress: Progress | None = None,
 ) -> ReportFile:
     """Write a self-contained HTML report on which data to keep, and why.
@@ -65,13 +64,13 @@ def report(
         out: HTML file to write; opens without a network connection.
         by: labels to slice by, separated by commas. Default: all labels with 2 to 100 values.
         target: targets, or several with weights, e.g. sciq=2,openbookqa=1. Default: all.
-        runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals.
+        runs: retrained or imported runs; changes are then in the unit of the runs, with confidence intervals if all
+            runs are finished.
         selection: JSON summary written by `grasp select` next to its --out. Default: the best 30 % of the rows.
         mixture: JSON summary written by `grasp mix` next to its --out.
         protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
-        partial: use the finished part of unfinished runs.
         progress: receives the rows that are explained.
 
     Returns:
@@ -105,7 +104,6 @@ def report(
         "--explain": None if explain == DEFAULT_EXPLAINED else explain,
     }
     options = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    options += ["--partial"] if partial else []
     # the command line that reproduces the page, which the page shows
     command = shlex.join(["grasp", "report", artifact.location, *options, "--out", str(out)])
     findings = collect_findings(
@@ -114,7 +112,6 @@ def report(
         target=targets,
         by=by,
         runs=bound_runs,
-        partial=partial,
         **paths,
         protocol_path=protocol_path,
         explain=explain,

@@ -1,6 +1,6 @@
 """Example rows of a report: the most helpful and most harmful rows of every target, question and slice.
 
-Start with `collect_example_rows`; `explain_rows` adds the words or units that account for a row's effect.
+Start with `collect_example_rows`; `explain_rows` adds the words that account for a row's effect.
 
 Shape letters: N rows, L rows long enough to be ranked, K example rows, G slices, T targets, Q questions.
 """
@@ -25,7 +25,7 @@ from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices
 from grasp.predict.weights import mask_of, sort_by_slice
 from grasp.progress import Progress
-from grasp.text import MAX_CELL_CHARS, plain, printable, visible
+from grasp.text import printable, visible
 
 MAX_ROWS = 1_500  # example rows of a page
 ROWS_PER_END = 25  # most helpful rows per target, and as many of the most harmful
@@ -36,13 +36,9 @@ SLICE_TOP, SLICE_BOTTOM = 4, 2  # the same per slice
 
 MAX_SHADED_CHARS = 2_000  # characters of a row with shaded words
 DIGITS = 3  # significant digits of a word's contribution
-MAX_FIGURES = 4  # units whose figures are shown with a row
-MAX_FIGURE_BYTES = 2_000_000  # limit on the embedded figures of a page; further ones are listed by caption only
 
 # Index of an example row -> "t" and the number of a target -> its words, each with its contribution.
 Shades = dict[int, dict[str, list[tuple[str, float | None]]]]
-# The same -> figures of the row and of the units that it affects most: caption and data URL.
-Figures = dict[int, dict[str, list[tuple[str, str | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,38 +150,24 @@ def explain_rows(
     examples: ExampleRows,
     count: int,
     progress: Progress,
-) -> tuple[Shades, Figures, str]:
+) -> tuple[Shades, str]:
     """Explain the `count` most helpful rows of each target, and half as many of the most harmful.
 
-    Texts are explained by the contribution of each word, which needs the model; rows of a reader by figures of the
-    units that they affect most.
+    Texts are explained by the contribution of each word, which needs the model; rows of a reader are not explained.
 
     Returns:
-        Words, figures, and the reason why words are missing, or "".
+        Words, and the reason why words are missing, or "".
     """
     shades: Shades = {}
-    figures: Figures = {}
     ends = []
     for t in range(len(targets)):
         order = examples.most_helpful_first(t)
         ends.append(list(dict.fromkeys([*order[:count], *order[max(0, len(order) - count // 2) :]])))
     if artifact.reader is not None:
-        remaining_bytes = MAX_FIGURE_BYTES
-        for t, target in enumerate(targets):
-            row_ids = [examples.rows[k]["row_id"] for k in ends[t]]
-            explanations = artifact.reader.explain(artifact, target, row_ids, protocol=protocol)
-            for k, explanation in zip(ends[t], explanations, strict=True):
-                shown = [
-                    (plain(caption, MAX_CELL_CHARS), url) for caption, url in explanation.figures[: 1 + MAX_FIGURES]
-                ]
-                remaining_bytes -= sum(len(url or "") for _, url in shown)
-                if remaining_bytes <= 0:
-                    shown = [(caption, None) for caption, _ in shown]
-                figures.setdefault(k, {})[f"t{t}"] = shown
-        return {}, figures, ""
+        return {}, ""
     model = str(artifact.manifest.settings.get("model", {}).get("path", ""))
     if not Path(model).exists():
-        return {}, {}, f"Words are not shaded: the model {model or 'of the build'} was not found."
+        return {}, f"Words are not shaded: the model {model or 'of the build'} was not found."
     progress.stage("explaining rows", rows=sum(map(len, ends)), tokens=None)
     explainer = import_module("grasp.inspect.explain").Explainer(artifact)  # imports torch, so only if it is needed
     try:
@@ -195,8 +177,8 @@ def explain_rows(
                 shades.setdefault(k, {})[f"t{t}"] = list(_shaded_words(row.tokens, row.contributions))
                 progress.advance(1, 0)
     except GraspError as err:
-        return {}, {}, f"Words are not shaded: {err}"
-    return shades, {}, ""
+        return {}, f"Words are not shaded: {err}"
+    return shades, ""
 
 
 def _shaded_words(tokens: Sequence[str], contribution_L: F64) -> Iterator[tuple[str, float | None]]:

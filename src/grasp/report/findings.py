@@ -51,7 +51,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
 from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
 from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
 from grasp.progress import Progress
-from grasp.report.example_rows import ExampleRows, Figures, Shades, collect_example_rows, explain_rows
+from grasp.report.example_rows import ExampleRows, Shades, collect_example_rows, explain_rows
 from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
 from grasp.runs.training_runs import TrainingRuns
 from grasp.select.objective import weighted_targets
@@ -165,7 +165,6 @@ class Findings:
     labels: tuple[LabelFindings, ...]
     rows: ExampleRows
     shades: Shades  # words of the example rows, shaded by their contribution
-    figures: Figures  # units that the example rows affect most, if they have figures
     unshaded: str  # reason why words are not shaded; empty if they are, or were not requested
     # comparison with retrained runs
     runs: TrainingRuns | None = field(repr=False)
@@ -195,7 +194,6 @@ def collect_findings(
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     by: Sequence[str] = (),
     runs: TrainingRuns | None = None,
-    partial: bool = False,
     selection: Path | None = None,
     mixture: Path | None = None,
     protocol_path: Path | None = None,
@@ -213,7 +211,6 @@ def collect_findings(
         target: targets to show, with weights as those of `grasp select`. Default: all.
         by: labels to slice by. Default: all labels with a suitable number of values that are no paths or ids.
         runs: retrained or imported runs of the artifact's corpus.
-        partial: use the finished part of unfinished runs.
         selection: JSON summary that `grasp select` writes. Default: select 30 % of the rows.
         mixture: JSON summary that `grasp mix` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
@@ -233,14 +230,14 @@ def collect_findings(
 
     run_agreement: Agreement | Missing = NO_RUNS
     if runs is not None:
-        run_agreement = agreement(artifact, runs, protocol, targets=targets, partial=partial)
+        run_agreement = agreement(artifact, runs, protocol, targets=targets)
     sketches = () if runs is None else SIMILARITY_SKETCHES
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     columns = [label_column(artifact, name, "--by") for name in by or suggest_labels(artifact)]
     slices_by_label = [label_slices(column, tokens_N) for column in columns if by or not _names_places(column.values)]
     outcomes: OutcomePredictor | Missing = NO_RUNS  # predictions in the unit of the runs need finished development runs
-    if runs is not None and partial and runs.pending():
+    if runs is not None and runs.pending():
         outcomes = Missing(f"{NO_INTERVALS}: they are unfinished.", "Finish them with grasp retrain.")
     elif runs is not None:
         try:
@@ -270,9 +267,7 @@ def collect_findings(
     long_N = row_lengths(artifact) >= MIN_RELIABLE_TOKENS
     label_slices_shown = [label.slices for label in labels]
     rows = collect_example_rows(artifact, predictor, label_slices_shown, long_N if long_N.any() else ~long_N)
-    shades, figures, unshaded = (
-        explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, {}, "")
-    )
+    shades, unshaded = explain_rows(artifact, protocol, targets, rows, explain, progress) if explain else ({}, "")
     run_file = None if runs is None else runs.path / "run.yaml"
     runs_settings = yaml_text(read_yaml(run_file)) if run_file is not None and run_file.exists() else ""
     rule_file = None if selection is None else selection.with_suffix(".protocol.yaml")
@@ -308,7 +303,6 @@ def collect_findings(
         labels=tuple(labels),
         rows=rows,
         shades=shades,
-        figures=figures,
         unshaded=unshaded,
         runs=runs,
         outcomes=outcomes,

@@ -57,7 +57,9 @@ def render(findings: Findings, live: str = "") -> str:
     targets, artifact_name = unique_names(findings.targets, MAX_CELL_CHARS), Path(findings.artifact_path).resolve().name
     fidelity = views.fidelity(findings)
     # trusted questions that the corpus contains, and notes on the runs, each once
-    warnings: list[str] = [note for fact, note in findings.facts if fact == "leaks"]
+    unfinished = "" if findings.runs is None else findings.runs.unfinished()
+    warnings: list[str] = [unfinished] if unfinished else []
+    warnings += [note for fact, note in findings.facts if fact == "leaks"]
     if not isinstance(findings.outcomes, Missing):
         warnings += findings.outcomes.notes
     elif findings.runs is not None and findings.labels:

@@ -39,7 +39,6 @@ def payload(findings: Findings) -> dict[str, Any]:
             "distinct": examples.distinct_KT[k].tolist(),
         }
         | _shades(findings.shades.get(k))
-        | ({"figures": findings.figures[k]} if k in findings.figures else {})
         for k, row in enumerate(examples.rows)
     ]
     position = {int(index): k for k, index in enumerate(examples.index)}

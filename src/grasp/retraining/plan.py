@@ -26,7 +26,6 @@ from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.progress import RetrainStatus
 from grasp.retraining.settings import RetrainSettings
-from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RunsInfo, TargetInfo
 from grasp.select.matched_repetition import PlannedRun, match_repetition
@@ -42,7 +41,7 @@ from grasp.yaml_files import override_settings, validated, write_yaml
 PURPOSE = "evaluation"  # name of the random stream; calibration families have another one
 SHARD_ROWS = 4096
 TOKENIZER_RECORD = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
-COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
+FURTHER_CONTEXT = 1024  # default maximum length of rows and units in further training, in tokens
 Report = Callable[[RetrainStatus], None]  # callback that receives the stages "tokenizer" and "rows", and notes
 
 
@@ -54,9 +53,7 @@ def prepare(settings: RetrainSettings, out: Path, report: Report) -> RetrainedRu
     Raises:
         GraspError: settings do not fit the corpus, the recipe, or what is already in the directory.
     """
-    recipe, command = resolved_recipe(settings), settings.train_command
-    if command is not None:
-        command_words(command)
+    recipe = resolved_recipe(settings)
     claim_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
         if not settings.tokenizer and settings.train == "new":
@@ -67,16 +64,12 @@ def prepare(settings: RetrainSettings, out: Path, report: Report) -> RetrainedRu
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
         )
-        if command is not None and not (is_environment(out) and (out / ROWS).exists()):
-            write_corpus(store, settings.corpus, tokenizer, out)
         targets, _ = recorded_units(settings, recipe, tokenizer)
         unknown = [name for name in settings.held_out_targets if name not in targets]
         if unknown:
             raise RunsError(f"held_out_targets: got {unknown}, expected some of {list(targets)}")
         recipe_record: dict[str, Any] = recipe.model_dump(mode="json")  # what determines the training of a run
-        if command is not None:
-            recipe_record = {"train_command": command}
-        elif settings.model is not None:
+        if settings.model is not None:
             loss = "dpo" if settings.corpus.form == "preference" else "tokens"
             recipe_record = {"model": settings.model.path, "loss": loss}
             recipe_record |= fine_tuning_recipe(settings).model_dump(mode="json")
@@ -116,20 +109,18 @@ def prepare(settings: RetrainSettings, out: Path, report: Report) -> RetrainedRu
 
 
 def resolved_recipe(settings: RetrainSettings) -> TrainingRecipe:
-    """Return the recipe with its overrides; of other trainings, only the context length and the fewest rows of a step.
+    """Return the recipe with its overrides; of further training, only the context length and the fewest rows of a step.
 
     Raises:
         ModelError: unknown recipe.
         SettingsError: an override is invalid, or rows exceed the context length.
     """
     max_length = settings.corpus.max_length
-    if settings.train_command is not None or settings.train == "further":
-        shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or COMMAND_CONTEXT})
-        name, batch_rows = "train-command", 1
-        if settings.train_command is None:
-            name, fine_tuning = "fine-tuning", fine_tuning_recipe(settings)
-            batch_rows = fine_tuning.per_device_train_batch_size if fine_tuning.dataloader_drop_last else 1
-        return RECIPES["tiny"].model_copy(update={"name": name, "batch_rows": batch_rows, "shape": shape})
+    if settings.train == "further":
+        shape = RECIPES["tiny"].shape.model_copy(update={"context": max_length or FURTHER_CONTEXT})
+        fine_tuning = fine_tuning_recipe(settings)
+        batch_rows = fine_tuning.per_device_train_batch_size if fine_tuning.dataloader_drop_last else 1
+        return RECIPES["tiny"].model_copy(update={"name": "fine-tuning", "batch_rows": batch_rows, "shape": shape})
     base, overrides = named_recipe(settings.recipe).model_dump(), settings.overrides
     if not isinstance(overrides.get("shape", {}), dict):
         raise SettingsError(
@@ -188,8 +179,6 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
     if not directory.is_dir():
         raise SettingsError(f"tokenizer: got {str(directory)!r}, expected the directory of a tokenizer")
     tokenizer = tokenizer_at("tokenizer", str(directory), ModelSettings(path=str(directory)))
-    if settings.train_command is not None:
-        return HfTokenizer(tokenizer, vocab_size=len(tokenizer))
     if len(tokenizer) > vocab_size:
         raise SettingsError(
             f"tokenizer: {directory} has {len(tokenizer)} tokens, the vocabulary of recipe {recipe.name} has "

@@ -40,8 +40,6 @@ def retrain(
     text_column: str | None = None,
     id_column: str | None = None,
     workers: int | None = None,
-    train_command: str | None = None,
-    jobs: "Callable[[str], None] | None" = None,
     cluster: ClusterSpec | None = None,
     progress: Callable[[RetrainStatus], None] | None = None,
 ) -> RetrainedRuns:
@@ -72,10 +70,6 @@ def retrain(
         text_column: column with the text. Default: text.
         id_column: column with row names. Default: row_id or id.
         workers: number of training processes. Default: one; on a cluster, one per GPU or core.
-        train_command: your own training command: reads {corpus} (JSON lines), uses {seed}, writes {checkpoint}. Failed
-            runs are retried by the next call.
-        jobs: callback that receives one shell line per run, for a scheduler, instead of training; the next call
-            evaluates the checkpoints that these lines wrote.
         cluster: Ray workers for training; all must have access to `out`.
         progress: callback that receives every stage and step.
     Returns:
@@ -98,7 +92,6 @@ def retrain(
         "train": train,
         "model.path": None if model is None else str(model),
         "corpus.form": form_of_loss(loss),
-        "train_command": train_command,
         "role": role,
         "workers": workers,
     }
@@ -113,7 +106,7 @@ def retrain(
         data = override_settings(without_foreign_code(read_yaml(recorded), str(recorded), data), data)
     nothing_to_resume = resume and not recorded.exists()
     require_flags(data, REQUIRED, f"retrain --resume: there is no {recorded}" if nothing_to_resume else "retrain")
-    return retrain(retrain_settings(data), Path(out), progress, cluster=cluster, jobs=jobs)
+    return retrain(retrain_settings(data), Path(out), progress, cluster=cluster)
 
 
 def _settings_of_artifact(art: Opened | str | Path, data: Mapping[str, Any]) -> dict[str, Any]:

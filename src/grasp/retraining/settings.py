@@ -25,11 +25,6 @@ class RetrainSettings(Settings):
         {},
         description="Recipe of further training, with the names of TrainingArguments, SFTConfig, DPOConfig or Axolotl.",
     )
-    train_command: str | None = Field(
-        None,
-        description="Shell command that trains a model instead of the recipe, with {corpus}, {checkpoint} and {seed} "
-        "filled in. Never taken from stored runs: it must be set by the user.",
-    )
     corpus: CorpusSettings
     tokenizer: str | None = Field(
         None,
@@ -74,13 +69,10 @@ class RetrainSettings(Settings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        is_new, command = self.train == "new", self.train_command
+        is_new = self.train == "new"
         changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
-        of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
-        of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
+        of_recipe = changed + ["overrides"] * bool(self.overrides)
         bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
-        without_command = is_new and command is None
-        with_command = is_new and command is not None
         refuse(
             {
                 NO_TARGET: not self.targets.names,
@@ -89,17 +81,12 @@ class RetrainSettings(Settings):
                 f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,
                 "model, fine_tuning: no effect with train: new; add --train further": is_new
                 and (self.fine_tuning or self.model),
-                "corpus.form: preference pairs train a model further (DPO); add --train further": without_command
+                "corpus.form: preference pairs train a model further (DPO); add --train further": is_new
                 and self.corpus.form == "preference",
-                f"{', '.join(of_training)}: no effect with train_command, which controls the training; remove": (
-                    with_command and of_training
-                ),
                 "planned_tokens: mixtures of a new model only; set family to dirichlet:LABEL, train to new": (
                     self.planned_tokens is not None
-                    and (not without_command or self.subsets or self.family.split(":")[0] not in BY_VALUE)
+                    and (not is_new or self.subsets or self.family.split(":")[0] not in BY_VALUE)
                 ),
-                "train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART": with_command
-                and not self.tokenizer,
             }
         )
         return self

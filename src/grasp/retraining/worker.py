@@ -14,7 +14,7 @@ Start with `retrain`.
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -28,8 +28,8 @@ from transformers.utils import logging as hf_logging
 
 from grasp.arrays import F64
 from grasp.corpus import RowStore
-from grasp.errors import GraspError, ModelError, SettingsError
-from grasp.files import atomic_path, discard, write_atomically
+from grasp.errors import ModelError
+from grasp.files import atomic_path, discard
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
@@ -46,8 +46,7 @@ from grasp.retraining.plan import (
     tokenizer_of,
 )
 from grasp.retraining.settings import RetrainSettings
-from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
-from grasp.runs.retrained import FAILED_DIRECTORY, RetrainedRuns
+from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
@@ -68,7 +67,6 @@ def retrain(
     progress: Progress | None = None,
     *,
     cluster: ClusterSpec | None = None,
-    jobs: Callable[[str], None] | None = None,
 ) -> RetrainedRuns:
     """Train and score all runs, or resume a retraining, and return its runs.
 
@@ -78,32 +76,17 @@ def retrain(
     Args:
         progress: callback that receives the status at every stage and every step of this process.
         cluster: Ray cluster whose nodes share `out`. Default: processes on this machine.
-        jobs: callback that receives a shell line for each remaining run of the train command, instead of training;
-            checkpoints of earlier lines are scored first.
     Raises:
-        GraspError: settings are invalid (before any training); a run diverged; `out` has a retraining with other
-            settings; or all runs of the train command failed. Finished runs are never lost.
+        GraspError: settings are invalid (before any training); a run diverged; or `out` has a retraining with other
+            settings. Finished runs are never lost.
     """
     report = progress or (lambda _: None)
-    if jobs is not None and settings.train_command is None:
-        raise SettingsError("print_jobs: requires a train command; add --train-command")
     settings = fitted_lengths(settings)
     if settings.train == "further" and (notes := fine_tuning_recipe(settings).notes):
         report(RetrainStatus("recipe", note="\n".join(notes)))
     retrained = prepare(settings, out, report)
-    discard(retrained.path / FAILED_DIRECTORY)  # failed runs are retried
     clock = _Clock(retrained)
-    if jobs is not None:
-        assert settings.train_command is not None
-        worker, words = Worker(settings, retrained), command_words(settings.train_command)
-        for run in retrained.pending():
-            if (job_of(run, retrained.path) / "checkpoint").exists():
-                worker.by_command(run, words)
-        for run in retrained.pending():
-            jobs(job_line(words, run, worker.weights(run), retrained.path))
-        if not retrained.pending():
-            retrained.compact()
-    elif cluster is not None:  # runs of a worker that dies are taken over when their leases expire
+    if cluster is not None:  # runs of a worker that dies are taken over when their leases expire
         threads = settings.threads or cluster.threads
         cluster = replace(cluster, workers=cluster.workers or settings.workers, threads=threads)
         settings = settings.model_copy(update={"threads": threads})
@@ -123,8 +106,6 @@ def retrain(
                 time.sleep(POLL_SECONDS)
             for future in futures:
                 future.result()  # raises the first error of a worker
-    if len(retrained.failures()) == len(retrained.runs()):
-        raise ModelError(f"{retrained.path}: {retrained.failed_line()}")
     return RetrainedRuns.open(out)
 
 
@@ -133,17 +114,16 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress | None = None)
     report = progress or (lambda _: None)
     worker = Worker(settings, RetrainedRuns.open(out))
     retrained = worker.retrained
-    words = command_words(settings.train_command) if settings.train_command else None
     if settings.train == "further":
         steps = fine_tuning_recipe(settings).steps(worker.store.n_rows)
     else:
-        steps = 0 if words else worker.recipe.steps
+        steps = worker.recipe.steps
     clock = _Clock(retrained)
     times: list[float] = []  # ends of the first steps, the first of which includes one-time costs
 
     def step_done(step: int, run: Run, left: int) -> None:
         report(clock.status(left, run.stem, step, steps))
-        if words is not None or len(times) > min(TIMED_STEPS, steps - 1):
+        if len(times) > min(TIMED_STEPS, steps - 1):
             return
         if torch.device(worker.device).type == "cuda":
             torch.cuda.synchronize()  # kernels are asynchronous
@@ -159,7 +139,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress | None = None)
         )
         report(RetrainStatus("cost", note=cost))
 
-    while pending := retrained.untried():
+    while pending := retrained.pending():
         claim = retrained.claim(ttl=settings.lease_seconds)
         if claim is None:
             report(clock.status(len(pending)))
@@ -167,11 +147,7 @@ def fill(settings: RetrainSettings, out: Path, progress: Progress | None = None)
             continue
         run, lease = claim
         with keep_renewed([lease], ttl=settings.lease_seconds):
-            if words is None:
-                retrained.write_run(run, worker.utility(run, partial(step_done, run=run, left=len(pending))))
-            else:
-                step_done(0, run, len(pending))
-                worker.by_command(run, words)
+            retrained.write_run(run, worker.utility(run, partial(step_done, run=run, left=len(pending))))
     left = len(retrained.pending())
     if not left:
         retrained.compact()
@@ -206,14 +182,6 @@ class Worker:
             for b, name in enumerate(block.subset_ids)
         }
 
-    def weights(self, run: Run) -> F64:
-        """Return the weight of each row in the subset of a run, (N,); all 1 for the whole corpus."""
-        return (
-            np.ones(self.store.n_rows)
-            if run.subset_id == WHOLE_CORPUS_RUN
-            else self.subsets[run.subset_id].toarray()[0]
-        )
-
     def utility(self, run: Run, progress: Callable[[int], None]) -> F64:
         """Train the model of a run, and return the utility (-loss, nats per token) of every unit, (E,).
 
@@ -224,10 +192,11 @@ class Worker:
         """
         is_whole, is_further = run.subset_id == WHOLE_CORPUS_RUN, self.settings.train == "further"
         reference = self.retrained.path / "reference" / f"seed-{run.seed}"
+        weight_N = np.ones(self.store.n_rows) if is_whole else self.subsets[run.subset_id].toarray()[0]
         model: PreTrainedModel
         try:
             if is_further:
-                model = self._further.train(self.weights(run), run.seed, progress)
+                model = self._further.train(weight_N, run.seed, progress)
             else:
                 checkpoints = self.settings.checkpoints
                 if checkpoints is None:
@@ -236,7 +205,7 @@ class Worker:
                     self.recipe,
                     self.store,
                     seed=run.seed,
-                    retained=None if is_whole else self.weights(run),
+                    retained=None if is_whole else weight_N,
                     tokenizer=self.tokenizer,
                     out=reference if is_whole else None,
                     checkpoints=checkpoints if is_whole else (),
@@ -263,17 +232,6 @@ class Worker:
         recipe = fine_tuning_recipe(self.settings)
         model, _ = make_trainable(reader.model, reader.frozen, recipe, seed=0)
         return FurtherTraining(model, recipe, self.store)
-
-    def by_command(self, run: Run, words: Sequence[str]) -> None:
-        """Train a run by the user's command, and write its result or the reason of its failure."""
-        directory = self.retrained.path
-        try:
-            weight_N = self.weights(run)
-            utility_E = utility_by_command(words, run, weight_N, directory, self.tokenizer, self.tokens, self.device)
-            self.retrained.write_run(run, utility_E)
-        except GraspError as err:
-            (directory / FAILED_DIRECTORY).mkdir(exist_ok=True)
-            write_atomically(directory / FAILED_DIRECTORY / f"{run.stem}.txt", " ".join(str(err).split()).encode())
 
 
 class _Clock:

@@ -6,8 +6,6 @@ GRASP, or a baseline. Results are marked if the method was selected on the same 
 Shape letters: B subsets, S seeds, E units, R resamples of the subsets.
 """
 
-import csv
-import io
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -100,16 +98,8 @@ class Evaluation(Result):
 
     def to_json(self) -> str:
         """Return all results except for the resamples as JSON."""
-        fields = ("environment", "recipe", "family", "n_subsets", "seeds", "resamples", "roles", "notes")
+        fields = ("headline", "environment", "recipe", "family", "n_subsets", "seeds", "resamples", "roles", "notes")
         return json_text({name: getattr(self, name) for name in fields} | {"results": self.records()}) + "\n"
-
-    def to_csv(self) -> str:
-        """Return the records as CSV; an undefined value is an empty cell."""
-        out = io.StringIO()
-        writer = csv.DictWriter(out, self.table.column_names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.records())
-        return out.getvalue()
 
     def __repr__(self) -> str:
         """Return one line per method and target, oracles separately, with explanations below."""
@@ -179,19 +169,20 @@ def evaluate_predictions(
     *,
     targets: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-    partial: bool = False,
     resamples: int = RESAMPLES,
     notes: Sequence[str] = (),
     selected_on: Mapping[str, Collection[str]] | None = None,
 ) -> Evaluation:
     """Compare predictions with the utilities of runs.
 
+    Of unfinished runs, the subsets are used that have a result for every seed; the headline then begins with their
+    number.
+
     Args:
         runs: runs whose utilities are compared.
         predictions: predictions of every subset of the runs, and of every unit of `targets` or of the whole task.
         targets: default: all targets of the runs that every method predicts.
         seeds: training seeds to use; default: all.
-        partial: use the finished subsets of unfinished runs.
         resamples: bootstrap resamples of the subsets.
         notes: notes to include in the result.
         selected_on: by method, the targets of these runs that it was selected on.
@@ -205,7 +196,7 @@ def evaluate_predictions(
             f"{[(prediction.method, list(prediction.targets)) for prediction in predictions]}; none is common to all"
         )
     selected_targets = tuple(common if targets is None else targets)
-    utilities = runs.utilities(seeds=seeds, partial=partial)
+    utilities = runs.utilities(seeds=seeds, partial=True)
     if not utilities.subset_ids:
         raise RunsError(f"{runs.path}: no subset has a result for every seed; wait for more results")
     weights_RB = bootstrap_weights(len(utilities.subset_ids), resamples=resamples)
@@ -230,9 +221,10 @@ def evaluate_predictions(
         methods.append(MethodResult(prediction, tuple(by_target), average(by_target), known, marks))
     info = runs.info
     family = info.family.spec if info.family else "given subsets"
+    unfinished = f"{runs.unfinished()}; " if runs.pending() else ""
     return Evaluation(
         table=_table(methods, roles),
-        headline=f"environment {runs.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
+        headline=f"{unfinished}environment {runs.name}: recipe {info.recipe}, {family}, {len(utilities.subset_ids)} "
         f"subsets, seeds {', '.join(map(str, utilities.seeds))}; 95 % intervals over {resamples} resamples of the "
         "subsets",
         notes=(*notes, *runs.notes),

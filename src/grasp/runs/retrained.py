@@ -6,7 +6,6 @@
     reference.parquet    the same for the runs on the whole corpus, with subset_id `full`
     runs/                until then, one small file per finished run: `<subset_id>-<seed>.parquet`
     claims/              leases of the runs in progress
-    failed/              error messages of the runs that failed since the last call of `grasp retrain`
     reference/seed-<s>/  checkpoints of the runs on the whole corpus
 
 Several worker processes fill a directory: each takes runs with `claim` and stores their results with `write_run`; at
@@ -52,7 +51,6 @@ from grasp.text import plain
 REFERENCE = "reference.parquet"
 RUNS_DIRECTORY = "runs"
 CLAIMS_DIRECTORY = "claims"
-FAILED_DIRECTORY = "failed"
 MARKER = ".grasp-environment"  # lock file of `grasp retrain` while it prepares the directory
 STEM_BYTES = 200  # longest file name of a run without suffix; file systems allow 255 bytes in total
 MAX_ID_LENGTH = 40  # characters of a subset id in a message
@@ -167,11 +165,9 @@ class RetrainedRuns(TrainingRuns):
                     "sd over subsets": float(task_BS.mean(axis=1).std(ddof=1)) if len(task_BS) > 1 else None,
                 }
             )
-        failed = self.failed_line()
         build = self.info.build_command(self.path)
         next_commands = [f"next: {build}", f"then: grasp evaluate art --runs {self.path}"] if build else []
-        notes = (*([failed] if failed else []), *next_commands)
-        return Result(pa.Table.from_pylist(lines), self._description().headline, notes)
+        return Result(pa.Table.from_pylist(lines), self._description().headline, tuple(next_commands))
 
     def __repr__(self) -> str:
         return repr(self._description())
@@ -235,24 +231,19 @@ class RetrainedRuns(TrainingRuns):
         finished = self._finished()
         return tuple(run for run in self.runs() if run not in finished)
 
-    def untried(self) -> tuple[Run, ...]:
-        """Return the runs that have neither a result nor failed."""
-        failed = self.failures()
-        return tuple(run for run in self.pending() if run.stem not in failed)
-
     def claim(self, *, ttl: float = TTL_SECONDS) -> tuple[Run, Lease] | None:
-        """Lease the first untried run that no other worker holds; return None if there is none.
+        """Lease the first pending run that no other worker holds; return None if there is none.
 
         Args:
             ttl: seconds after which a lease of another worker expires and is taken over.
         """
         claims = self.path / CLAIMS_DIRECTORY
         known_generations = generations(claims)  # one listing of the directory for all runs
-        for run in self.untried():
+        for run in self.pending():
             lease = acquire_lease(claims, run.stem, ttl=ttl, known=known_generations)
             if lease is None:
                 continue
-            if run in self.untried():
+            if run in self.pending():
                 return run, lease
             lease.release()  # finished before the lease was acquired
         return None
@@ -303,22 +294,6 @@ class RetrainedRuns(TrainingRuns):
         for file in (*self.path.glob(".*"), *(self.path / RUNS_DIRECTORY).glob(".*")):
             if is_part(file):  # the temporary file of a process that was killed
                 remove_if_stale(file, older_than=TTL_SECONDS)
-
-    # --------------------------------------------------------------------------------------- failed runs
-
-    def failures(self) -> dict[str, str]:
-        """Return the error messages of failed runs by stem."""
-        files = sorted((self.path / FAILED_DIRECTORY).glob("[!.]*.txt"))
-        return {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in files}
-
-    def failed_line(self) -> str | None:
-        """Return the number of failed runs with the error of the first one; None if no run failed."""
-        failed = self.failures()
-        if not failed:
-            return None
-        stem, message = next(iter(failed.items()))
-        hint = f"rerun the command to retry {'it' if len(failed) == 1 else 'them'}"
-        return f"{len(failed)} of {len(self.runs())} runs failed, e.g. {stem}: {message}; {hint}"
 
     # ------------------------------------------------------------------------------------------ internals
 

@@ -202,6 +202,12 @@ class TrainingRuns(ABC):
         """Return the runs without a result."""
         return ()
 
+    def unfinished(self) -> str:
+        """Return how many of how many runs have a result, in words; "" if all have one."""
+        n_runs, n_pending = len(self.info.seeds) * (len(self.subset_ids) + self.info.reference), len(self.pending())
+        done = f"{n_runs - n_pending} of {n_runs} runs have a result"
+        return f"unfinished: {done}, and the numbers will change" if n_pending else ""
+
     @abstractmethod
     def subset_blocks(
         self, rows: RowIndex, labels: LabelColumn | None = None, *, block: int = 256
@@ -308,7 +314,7 @@ class TrainingRuns(ABC):
             missing = [Run(selected_seeds[s], self.subset_ids[b]).stem for s, b in np.argwhere(is_missing_BS.T)]
             raise RunsError(
                 f"{self.path}: {len(missing)} runs are missing, e.g. {missing[:MAX_EXAMPLES]}; "
-                "continue with `grasp retrain --resume`, or use the finished runs with --partial (partial=True)"
+                "continue with `grasp retrain --resume`"
             )
         complete = np.flatnonzero(~is_missing_BS.any(axis=1))
         utilities = Utilities(

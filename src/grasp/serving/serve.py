@@ -25,7 +25,6 @@ from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import GraspError, SettingsError
 from grasp.extras import require
 from grasp.inspect.explain import Explainer
-from grasp.inspect.explanation import Explanation
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.report.findings import collect_findings
 from grasp.report.page import render
@@ -73,7 +72,7 @@ class QueryService:
     def answer(self, verb: str, **arguments: Any) -> Answer:
         """Run a command and return its headline, notes, columns and rows, and the number of `more` rows omitted.
 
-        The answer of `explain` also has the words of the row with their contributions, or figures.
+        The answer of `explain` also has the words of the row with their contributions.
         """
         arguments = {name: value for name, value in arguments.items() if value is not None}
         result: Result
@@ -81,13 +80,10 @@ class QueryService:
         with self._lock:
             if verb == "explain":
                 explanation = self._explainer.explain(arguments.pop("target", None), arguments.pop("row"), **arguments)
-                if not isinstance(explanation, Explanation):
-                    result, details = explanation, {"figures": explanation.figures}
-                else:
-                    table = explanation.questions if explanation.pairs is None else explanation.pairs
-                    result = Result(table, explanation.headline, explanation.notes)
-                    details = {"shades": explanation.shades}
-                    details |= {} if explanation.answer is None else {"answer": explanation.answer_shades}
+                table = explanation.questions if explanation.pairs is None else explanation.pairs
+                result = Result(table, explanation.headline, explanation.notes)
+                details = {"shades": explanation.shades}
+                details |= {} if explanation.answer is None else {"answer": explanation.answer_shades}
             elif verb == "score":
                 result = score(self.artifact, **{"top": TOP, **arguments})
             else:

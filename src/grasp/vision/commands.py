@@ -12,7 +12,7 @@ from grasp.cli.console import check_outputs
 from grasp.cli.options import Art, Assignments, ConfigFile, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
-from grasp.text import plain, skipped_text, text_table
+from grasp.text import plain, skipped_text
 from grasp.vision.settings import FitSettings
 from grasp.yaml_files import require_flags, validated
 
@@ -74,11 +74,11 @@ def fit_head(
 
 @command(
     "grasp detect art --target trusted --top 20 --out suspects.parquet",
-    "grasp detect art --target trusted --truth was_changed -k 100",
+    "grasp detect art --target trusted --out suspects.html",
     verb="grasp.vision.detect",
     group=commands,
     section="Find suspicious rows",
-    more="k match",
+    more="match",
 )
 def detect(
     art: Art,
@@ -92,29 +92,6 @@ def detect(
 
     with Watch() as watch:
         suspects = find_suspects(artifact, **params, progress=watch)
-    if suspects.detections:
-        first_scores = next(iter(suspects.detections.values()))
-        k = first_scores.at_k.k
-        title = (
-            f"evaluation against the truth: {first_scores.n_planted:,} of {first_scores.n_rows:,} rows planted; "
-            "best F1: over all thresholds"
-        )
-        headings = ("score", "AUROC", "95% interval", "AP", f"P@{k}", f"R@{k}", f"F1@{k}", "best F1", "at k")
-        rows = [
-            (
-                name,
-                f"{scores.auroc:.3f}",
-                f"{scores.auroc_low:.3f} to {scores.auroc_high:.3f}",
-                f"{scores.average_precision:.3f}",
-                f"{scores.at_k.precision:.3f}",
-                f"{scores.at_k.recall:.3f}",
-                f"{scores.at_k.f1:.3f}",
-                f"{scores.best.f1:.3f}",
-                scores.best.k,
-            )
-            for name, scores in suspects.detections.items()
-        ]
-        print(text_table(title, headings, rows))
     print(suspects)
     if out is not None:
         print(f"{suspects.write(out)}: {len(suspects):,} rows")

@@ -1,41 +1,45 @@
 """Detect images that look mislabelled to a trusted target. Start with `detect`.
 
 A row is a labelled image, a unit a trusted one; relevance is the predicted decrease of a unit's loss from training on a
-row. The statistics of thresholds and of the evaluation are in
-`grasp.vision.detection`.
+row. The statistics of thresholds are in `grasp.vision.detection`.
 
 Shape letters: N rows, E units.
 """
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64, I64, Bool
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column, leak_notes, only_target
-from grasp.errors import ArtifactError, SettingsError
+from grasp.errors import ArtifactError, CorpusError, SettingsError
 from grasp.moments import StreamingMoments
 from grasp.progress import Progress
 from grasp.results import Result
 from grasp.vision.detection import (
-    Detection,
     Threshold,
     conformal_threshold,
     estimate_threshold,
-    evaluate_scores,
     matching_threshold,
     mean_ranks,
 )
-from grasp.vision.explain_image import picture_url, row_pictures
-from grasp.vision.images import CLASS_LABEL, HASH_LABEL, hash_of_unit
+from grasp.vision.images import (
+    CLASS_LABEL,
+    HASH_LABEL,
+    ImageRows,
+    ImageStore,
+    decode_image,
+    encode_png,
+    hash_of_unit,
+)
 from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
 from grasp.vision.reader import ImageReader
 
-CHANCE_AUROC: Final = 0.5  # AUROC of a score without information
 NEIGHBOURS = 10  # nearest rows whose labels are compared
 FALSE_POSITIVES = 0.01  # default share of correct rows that may be flagged
 DEFAULT_TOP = 10
@@ -52,7 +56,6 @@ class Suspects(Result):
         target: trusted target.
         ranking: score by which rows are ranked.
         threshold: threshold of the ranking, or of the score that determines how many rows are flagged.
-        detections: evaluation of each score, if there is a ground truth.
         shown: the first rows with class and description.
         scores: scores by name, (N,), in the order of the artifact's rows.
         figures: the first images.
@@ -61,7 +64,6 @@ class Suspects(Result):
     target: str
     ranking: str
     threshold: Threshold
-    detections: Mapping[str, Detection]
     shown: pa.Table
     scores: Mapping[str, F64]
 
@@ -82,8 +84,6 @@ def detect(
     top: int = DEFAULT_TOP,
     false_positives: float = FALSE_POSITIVES,
     clean: str | None = None,
-    truth: str | None = None,
-    k: int | None = None,
     match: str | None = None,
     progress: Progress | None = None,
 ) -> Suspects:
@@ -101,14 +101,11 @@ def detect(
         top: rows to show.
         false_positives: share of correct rows that may be flagged.
         clean: column that is true for rows verified to be correct, which determine the threshold.
-        truth: column that is true for rows known to be wrong, to evaluate the scores.
-        k: number of first rows for precision and recall. Default: the number of wrong rows.
         match: one kernel, e.g. gradient or output_layer. Default: output_layer if it was built, else the first kernel.
         progress: receives stages and numbers of rows.
     Raises:
         ArtifactError: the rows are not images, no such target, column or kernel, or a trusted image is also a row.
-        SettingsError: a number out of range, too few rows, an argument without effect, or a truth in which no row or
-            every row is wrong.
+        SettingsError: a number out of range, or too few rows.
     Memory: a few numbers per row, the hidden sketch, and a block of relevance.
     """
     if not isinstance(artifact.reader, ImageReader):
@@ -120,18 +117,13 @@ def detect(
     n_rows = artifact.n_rows
     if top < 0:
         raise SettingsError(f"top: got {top}, expected 0 or more")
-    if k is not None and truth is None:
-        raise SettingsError("k: requires truth")
-    if k is not None and not 1 <= k <= n_rows:
-        raise SettingsError(f"k: got {k}, expected 1 to {n_rows}")
     if n_rows < MIN_ROWS:
         raise SettingsError(
             f"{artifact.location}: has {n_rows} rows, expected at least {MIN_ROWS}; read them instead, or build the "
             "artifact on more rows"
         )
     array = relevance_array(artifact, match)
-    correct_N = None if clean is None else _boolean_column(artifact, clean, "clean")
-    wrong_N = None if truth is None else _boolean_column(artifact, truth, "truth")
+    correct_N = None if clean is None else _boolean_column(artifact, clean)
     progress = progress or Progress()
     _refuse_copies(artifact, target)
     low_relevance_N = low_relevance(artifact, array, target, progress)
@@ -148,11 +140,7 @@ def detect(
         threshold = estimate_threshold(low_relevance_N, false_positives)
         if ranking != "low_relevance":
             threshold = matching_threshold(ranking_N, threshold)
-    detections: dict[str, Detection] = {}
-    if wrong_N is not None:
-        detections = {name: evaluate_scores(score_N, wrong_N, k) for name, score_N in scores.items()}
     notes = (
-        *_inverted_score_notes(detections, target),
         *leak_notes(artifact, [target]),
         *class_notes,
         "higher scores are more suspicious",
@@ -182,7 +170,7 @@ def detect(
             "image": first_rows["snippet"],
         }
     )
-    pictures = map(picture_url, row_pictures(artifact, order_N[:top], PICTURE_PIXELS))
+    pictures = _picture_urls(artifact, order_N[:top])
     return Suspects(
         table,
         _headline(ranking, threshold, n_rows),
@@ -190,11 +178,26 @@ def detect(
         target=target,
         ranking=ranking,
         threshold=threshold,
-        detections=detections,
         shown=shown,
         scores=scores,
         figures=tuple(zip(head["row_id"].to_pylist(), pictures, strict=True)),
     )
+
+
+def _picture_urls(artifact: ArtifactReader, index: I64) -> list[str | None]:
+    """Return rows as data URLs of PNG; None if the image cannot be read or the artifact stores no images."""
+    try:
+        store = ImageStore.open(artifact.tokens_path)
+    except CorpusError:
+        return [None] * len(index)  # built with keep_tokens: false
+    rows = store.rows(index)
+    assert isinstance(rows, ImageRows)
+    images = [decode_image(encoded) for encoded in rows.encoded]
+    pictures = [None if image is None else encode_png(image, PICTURE_PIXELS) for image in images]
+    return [
+        None if picture is None else f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+        for picture in pictures
+    ]
 
 
 def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
@@ -206,16 +209,6 @@ def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
         f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
         f"chance ({expected_count})."
     )
-
-
-def _inverted_score_notes(detections: Mapping[str, Detection], target: str) -> list[str]:
-    """Return a note for every score by which planted rows are significantly less suspicious than the others."""
-    texts = {"low_relevance": f"planted rows look more helpful to {target} than the others"}
-    return [
-        f"{name}: {texts.get(name, 'planted rows look less suspicious than the others')} (AUROC below 0.5)"
-        for name, detection in detections.items()
-        if detection.auroc_high < CHANCE_AUROC
-    ]
 
 
 def _refuse_copies(artifact: ArtifactReader, target: str) -> None:
@@ -298,14 +291,14 @@ def _column_values(artifact: ArtifactReader, name: str) -> Iterator[Any]:
         yield from batch.column(0).to_pylist()
 
 
-def _boolean_column(artifact: ArtifactReader, name: str, argument: str) -> Bool:
-    """Read a column of true and false, or 1 and 0; `argument` names the option, for messages."""
+def _boolean_column(artifact: ArtifactReader, name: str) -> Bool:
+    """Read a column of true and false, or 1 and 0."""
     values = list(_column_values(artifact, name))
     for i, value in enumerate(values):
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             row = artifact.rows(np.array([i]))["row_id"][0].as_py()
             raise SettingsError(
-                f"{argument} {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
+                f"clean {name}: row {row} has {'no value' if value is None else repr(value)}, expected true or "
                 "false, or 1 or 0, in every row; complete the column and rebuild"
             )
     return np.array(values, dtype=np.bool_)

@@ -63,7 +63,6 @@ def read_images(
     *,
     source: Source | None = None,
     start: int = 0,
-    fetch: bool = True,
 ) -> Iterator[ImageRecord]:
     """Yield the images of a corpus, files sorted by name.
 
@@ -72,7 +71,6 @@ def read_images(
         classifier: columns of images and classes.
         source: the opened corpus. Default: it is opened at `settings.path`.
         start: position of the first image.
-        fetch: download images given by URL; false: treat them as undecodable.
     Raises:
         CorpusError: at the call, if there is nothing to read; while streaming, if a file is damaged or lacks the
             column of images or of classes.
@@ -89,7 +87,7 @@ def read_images(
             location=record.location,
             source_id=record.doc_id,
             row_id=record.row_id,
-            encoded=_encoded(record.values.get(classifier.image_column), record.file, fetch),
+            encoded=_encoded(record.values.get(classifier.image_column), record.file),
             class_value=record.values.get(classifier.class_column),
             labels=record.labels,
             ignored=record.ignored,
@@ -177,7 +175,7 @@ class ImageFolder:
         return PurePosixPath(file).relative_to(self.root)
 
 
-def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
+def _encoded(image: Any, name: str) -> bytes | None:
     """Return the bytes of an image given as bytes, as a path, or as the struct that `datasets` writes."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
@@ -186,7 +184,7 @@ def _encoded(image: Any, name: str, fetch: bool) -> bytes | None:
     path = str(image)
     if "://" not in path and not PurePosixPath(path).is_absolute():
         path = f"{name.rpartition('/')[0] or '.'}/{path}"
-    if not (fetch if "://" in path else os.path.isfile(path)):
+    if "://" not in path and not os.path.isfile(path):
         return b""  # not a regular file: reading a device or a pipe may not terminate
     try:
         with fsspec.open(path, "rb") as file:

@@ -1,10 +1,9 @@
 """The reader of labelled images, an entry point of `grasp.readers`. Importing it does not import torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from grasp.results import Result
 from grasp.settings import BuildSettings, ModelSettings
 from grasp.targets.units import UnitSet
 from grasp.vision.image_units import load_image_units
@@ -49,12 +48,6 @@ class ImageReader:
             progress=progress,
         )
         return unit_set, units, store
-
-    def explain(self, artifact: Any, target: str | None, rows: Sequence[str], **options: Any) -> list[Result]:
-        """Explain the effects of rows by trusted images; see `explain_images`."""
-        from grasp.vision.explain_image import explain_images  # noqa: PLC0415 - imports the predictor
-
-        return [*explain_images(artifact, target, rows, **options)]
 
 
 images = ImageReader()

@@ -53,16 +53,8 @@
     text.append(...(shades ? shaded(shades) : [row.text || "no text stored"]));
     const notes = (row.notes?.[key] ?? []).map((note) => element("p", { className: "small" }, `Note: ${note}`));
     const item = element("li", { className: effect > 0 ? "helps" : "hurts" }, meta, text, ...notes);
-    const figures = questionPick.value === "" ? row.figures?.[`t${targetPick.value}`] : undefined;
-    if (figures) item.append(gallery(figures));
-    if (live && !shades && !figures) item.append(explainButton(row, text));
+    if (live && !shades) item.append(explainButton(row, text));
     return item;
-  }
-
-  // The image of the row, then the trusted images that it affects most.
-  function gallery(figures) {
-    return element("div", { className: "figures" }, ...figures.map(([caption, url]) => element("figure", {},
-      ...(url ? [element("img", { src: url, alt: "" })] : []), element("figcaption", {}, caption))));
   }
 
   // A live page can request the explanation of any row; a file only has those that were computed with it.
@@ -74,7 +66,6 @@
       if (q !== "") query.set("unit", questions[Number(q)].id);
       const answer = await fetch(`${live}/explain?${query}`).then((reply) => reply.json());
       if (answer.shades) text.replaceChildren(...shaded(answer.shades));
-      if (answer.figures) text.after(gallery(answer.figures));
       button.replaceWith(element("span", { className: "small" }, answer.error ?? ""));
     });
     return button;
