@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
     from grasp.api.retrain import retrain
+    from grasp.monitor.monitor import Monitor
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
     from grasp.pipeline.preview import preview_corpus, preview_targets
@@ -34,6 +35,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "Artifact": "grasp.api.artifact",
+    "Monitor": "grasp.monitor.monitor",
     "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
     "add_replay": "grasp.pipeline.build",
@@ -56,6 +58,7 @@ _HOMES = {
 __all__ = [
     "Artifact",
     "GraspError",
+    "Monitor",
     "Result",
     "RetrainedRuns",
     "__version__",
