@@ -196,7 +196,9 @@ def test_a_training_goes_on_from_its_checkpoint_with_the_rows_before_it(tmp_path
     exam = world.write_exam(tmp_path / "exam.jsonl")
     for checkpoint in (None, True):
         monitor = grasp.Monitor("source", exam, every=2, strict=True)
-        trainer = sft(tmp_path / "out", monitor, save_strategy="steps", save_steps=5, max_steps=7 if not checkpoint else 12)
+        trainer = sft(
+            tmp_path / "out", monitor, save_strategy="steps", save_steps=5, max_steps=7 if not checkpoint else 12
+        )
         if checkpoint:
             assert Record.read(tmp_path / "out").last_step("loss") == 7
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5") if checkpoint else None)
@@ -212,7 +214,10 @@ def test_an_exception_stops_the_monitor_and_not_the_training(tmp_path, capsys, m
     trainer = sft(tmp_path, grasp.Monitor("source", exam, every=2))
     trainer.train()
     assert trainer.state.global_step == 12
-    assert "monitor: off from step 2: ZeroDivisionError: division by zero; the training goes on\n" in capsys.readouterr().out
+    assert (
+        "monitor: off from step 2: ZeroDivisionError: division by zero; the training goes on\n"
+        in capsys.readouterr().out
+    )
     assert all(module.training for module in trainer.model.modules())
     with pytest.raises(ZeroDivisionError):
         sft(tmp_path, grasp.Monitor("source", exam, every=2, strict=True)).train()

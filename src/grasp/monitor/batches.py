@@ -43,9 +43,13 @@ class Segment:
         return float("nan") if self.losses is None else float(self.losses[self.has_loss].sum())
 
 
-def hash_ids(ids: Any) -> int:
-    """Return a hash of token ids."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(ids, dtype=np.int64).tobytes())
+def hash_ids(*sides: Any) -> int:
+    """Return a hash of the token ids of a row, or of both sides of a preference pair."""
+    digest = xxhash.xxh3_64()
+    for ids in sides:
+        digest.update(np.ascontiguousarray(ids, dtype=np.int64).tobytes())
+        digest.update(b"end")
+    return digest.intdigest()
 
 
 @torch.no_grad()
@@ -57,7 +61,8 @@ def token_losses(inputs: Mapping[str, Any], outputs: Any) -> tuple[Tensor, Tenso
     """
     ids, labels = inputs["input_ids"], inputs.get("labels")
     has_loss = torch.zeros_like(ids, dtype=torch.bool)
-    log_probs, logits = getattr(outputs, "log_probs", None), getattr(outputs, "logits", None)
+    log_probs: Any = getattr(outputs, "log_probs", None)
+    logits: Any = getattr(outputs, "logits", None)
     if labels is not None:
         has_loss[:, 1:] = labels[:, 1:] != IGNORED  # the first token has no context
     if log_probs is None and logits is None:
@@ -77,30 +82,30 @@ def token_losses(inputs: Mapping[str, Any], outputs: Any) -> tuple[Tensor, Tenso
 def segments(inputs: Mapping[str, Any], outputs: Any = None) -> list[Segment]:
     """Return the segments of a batch in order, without padding, on the CPU."""
     has_loss_BL, losses_BL = token_losses(inputs, outputs)
-    arrays = [
-        array if array is None else array.cpu().numpy() for array in (inputs["input_ids"], has_loss_BL, losses_BL)
-    ]
-    ids, has_loss, losses = arrays
+    ids, has_loss = inputs["input_ids"].cpu().numpy(), has_loss_BL.cpu().numpy()
+    losses = None if losses_BL is None else losses_BL.double().cpu().numpy()
     parts = []
-    for b, (start, stop) in _bounds(inputs, ids.shape):
-        losses_L = None if losses is None else losses[b, start:stop].astype(np.float64)
-        mask_L = has_loss[b, start:stop] & (np.arange(stop - start) > 0)
-        parts.append(Segment(ids[b, start:stop], mask_L, losses_L))
+    for b, place in _bounds(inputs, ids.shape):
+        mask_L = has_loss[b, place] & (np.arange(place.stop - place.start) > 0)
+        parts.append(Segment(ids[b, place], mask_L, None if losses is None else losses[b, place]))
     return parts
 
 
-def _bounds(inputs: Mapping[str, Any], shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield line, start and stop of each segment."""
+def _bounds(inputs: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Yield the line and the place of each segment."""
     mask, positions = (
-        array.cpu().numpy() if isinstance(array, Tensor) and array.shape == tuple(shape) else None
+        array.cpu().numpy() if isinstance(array, Tensor) and array.shape == shape else None
         for array in (inputs.get("attention_mask"), inputs.get("position_ids"))
     )
     for b in range(shape[0]):
         present = np.arange(shape[1]) if mask is None else np.flatnonzero(mask[b])
         if len(present):
-            first, last = int(present[0]), int(present[-1]) + 1
-            cuts = [] if positions is None else first + 1 + np.flatnonzero(positions[b, first + 1 : last] == 0)
-            yield from ((b, bounds) for bounds in pairwise([first, *map(int, cuts), last]))
+            ends = np.array([present[0], present[-1] + 1])
+            if positions is not None:
+                ends = np.insert(ends, 1, np.flatnonzero(positions[b, : ends[1]] == 0))
+            yield from (
+                (b, slice(start, stop)) for start, stop in pairwise(np.unique(ends).tolist()) if start >= present[0]
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class RowLabels:
 
     Attributes:
         labels_of: the labels of a row, by hash.
-        reference_of: difference of the reference's log-probabilities of a preference pair, by hash of its chosen side.
+        reference_of: difference of the reference's log-probabilities of a preference pair, by its hash.
         ambiguous: number of rows whose token ids occur before with other labels; the first ones count.
     """
 
@@ -117,33 +122,31 @@ class RowLabels:
     reference_of: dict[int, float] = field(default_factory=dict)
     ambiguous: list[int] = field(default_factory=list)
 
-    def add(self, ids: Any, labels: tuple[str, ...]) -> int:
-        """Record the labels of token ids and return their hash."""
-        key = hash_ids(ids)
+    def add(self, key: int, labels: tuple[str, ...]) -> None:
+        """Record the labels of a row by its hash."""
         if self.labels_of.setdefault(key, labels) != labels:
             self.ambiguous.append(key)
-        return key
 
     def add_dataset(self, rows: Iterable[Mapping[str, Any]], labels: Iterable[tuple[str, ...]], collate: Any) -> None:
         """Record the rows of a dataset as the collator of the trainer returns them, in its order."""
         pairs = zip(rows, labels, strict=True)
         while block := list(islice(pairs, COLLATED_ROWS)):
-            batch_rows, batch_labels = zip(*block, strict=True)
-            batch = collate(list(batch_rows))
+            batch = collate([row for row, _ in block])
             parts = segments(batch)
-            if len(parts) not in (len(batch_rows), 2 * len(batch_rows)):  # twice: chosen sides, then rejected ones
-                raise SettingsError(f"label: the collator returns {len(parts)} sequences for {len(batch_rows)} rows")
-            references = batch.get("ref_chosen_logps"), batch.get("ref_rejected_logps")
-            for k, (part, row_labels) in enumerate(zip(parts, batch_labels, strict=False)):
-                key = self.add(part.ids, row_labels)
-                if references[0] is not None and references[1] is not None:
-                    self.reference_of[key] = float(references[0][k] - references[1][k])
+            if len(parts) not in (len(block), 2 * len(block)):  # twice: chosen sides, then rejected ones
+                raise SettingsError(f"label: the collator returns {len(parts)} sequences for {len(block)} rows")
+            keys = [hash_ids(*(part.ids for part in parts[k :: len(block)])) for k in range(len(block))]
+            for key, (_, row_labels) in zip(keys, block, strict=True):
+                self.add(key, row_labels)
+            if "ref_chosen_logps" in batch:
+                differences = batch["ref_chosen_logps"] - batch["ref_rejected_logps"]
+                self.reference_of.update(zip(keys, differences.tolist(), strict=True))
 
-    def add_pieces(self, rows: Iterable[Any], labels: Iterable[tuple[str, ...]], length: int) -> None:
+    def add_pieces(self, rows: Iterable[Any], labels: Iterable[tuple[str, ...]], length: int | None) -> None:
         """Record rows of token ids that are packed: cut to `length` tokens, or split into pieces of this length."""
         for ids, row_labels in zip(rows, labels, strict=True):
-            for start in range(0, len(ids), length):
-                self.add(ids[start : start + length], row_labels)
+            for start in range(0, len(ids), length or len(ids) or 1):
+                self.add(hash_ids(ids[start : start + length] if length else ids), row_labels)
 
 
 def labels_of_rows(dataset: Any, names: Sequence[Any]) -> list[tuple[str, ...]]:

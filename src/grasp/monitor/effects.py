@@ -147,7 +147,7 @@ class Effects:
         parts = [segment for k in range(len(rows[0][0])) for segment in (row[k] for row, _ in rows)]
         ids_BL, mask_BL = (
             tensor.to(self.groups[0][0].device)
-            for tensor in pad_rows([part.ids for part in parts], [part.has_loss for part in parts])
+            for tensor in pad_rows([part.ids.astype(np.int32) for part in parts], [part.has_loss for part in parts])
         )
         present = torch.arange(ids_BL.shape[1]) < torch.tensor([[len(part.ids)] for part in parts])
         logits = self.model(input_ids=ids_BL, attention_mask=present.long().to(ids_BL.device), use_cache=False).logits

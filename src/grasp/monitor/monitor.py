@@ -70,7 +70,7 @@ def merge_sums(parts: Sequence[Sums]) -> Sums:
     return dict(total)
 
 
-class Monitor(TrainerCallback):
+class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Show while a model is trained which source is learned, and which helps or hurts each target.
 
     Args:
@@ -245,8 +245,7 @@ class Monitor(TrainerCallback):
 
     def end(self) -> Summary | None:
         """Measure a last time, store the table, and print and return the summary; None if the monitor is off."""
-        sums = self._gather_sums()
-        return self._finish(sums)  # type: ignore[no-any-return]
+        return self._finish(self._gather_sums())
 
     @guarded
     def _finish(self, sums: Sums) -> Summary:
@@ -298,7 +297,7 @@ class Monitor(TrainerCallback):
         if self.beta is None:
             for part in parts:
                 self._count(part, self.row_labels.labels_of.get(hash_ids(part.ids)))
-        elif not is_reference and hash_ids(parts[0].ids) not in self.row_labels.reference_of:
+        elif not (is_reference or self.row_labels.reference_of):
             self.pending = parts
         else:
             self._count_pairs(self.pending if is_reference else parts, parts if is_reference else None)
@@ -308,9 +307,9 @@ class Monitor(TrainerCallback):
     def _count(self, part: Segment, labels: tuple[str, ...] | None) -> None:
         """Add a segment to the sums of its labels, and store it for effects."""
         labels = labels or (UNLABELLED,) * len(self.names)
-        self._add(labels, [1.0, part.tokens, part.loss, 0.0, 0.0])
         self.n_read += len(part.ids)
         if part.tokens:
+            self._add(labels, [1.0, part.tokens, part.loss, 0.0, 0.0])
             self.weights[labels[0]] += part.tokens
             self.recent[labels[0]].append(((clip_window(part),), 0.0))
 
@@ -320,10 +319,10 @@ class Monitor(TrainerCallback):
         assert self.beta is not None
         n_pairs = len(policy) // 2
         for k, (chosen, rejected) in enumerate(zip(policy[:n_pairs], policy[n_pairs:], strict=True)):
-            key = hash_ids(chosen.ids)
+            key = hash_ids(chosen.ids, rejected.ids)
             labels = self.row_labels.labels_of.get(key) or (UNLABELLED,) * len(self.names)
             if reference is None:
-                of_reference = self.row_labels.reference_of[key]
+                of_reference = self.row_labels.reference_of.get(key, np.nan)
             else:
                 of_reference = reference[n_pairs + k].loss - reference[k].loss
             margin = self.beta * (rejected.loss - chosen.loss - of_reference)
@@ -375,7 +374,8 @@ class Monitor(TrainerCallback):
         try:
             if fault:
                 raise ModelError(fault)
-            vocab_size = model.config.get_text_config().vocab_size
+            config: Any = model.config
+            vocab_size = config.get_text_config().vocab_size
             self.effects = Effects(model, optimizer, load_questions(self.targets, tokenizer, vocab_size), self.beta)
         except GraspError as err:
             if self.strict:

@@ -155,7 +155,7 @@ class Summary(Result):
                 (source, record.select("effect", target=target, source=source))
                 for source in record.distinct("source", "effect")
             ]
-        tables = [f"<h3>{escape(plain(title))}</h3>{html_table(*cells)}" for title, *cells in self.blocks]
+        tables = [f"<h3>{escape(plain(title))}</h3>{html_table(names, rows)}" for title, names, rows in self.blocks]
         notes = "".join(f"<p>{escape(plain(note))}</p>" for note in self.notes)
         figures = "".join(f"<h3>{escape(plain(title))}</h3>{_figure(curves)}" for title, curves in lines.items())
         return f"<p><b>{escape(plain(self.headline))}</b></p>{''.join(tables)}{notes}{figures}"

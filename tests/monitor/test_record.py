@@ -1,0 +1,99 @@
+"""The stored table: what is printed, the page, the command, and the import as metrics of runs."""
+
+import pytest
+
+import grasp
+from grasp.errors import RunsError
+from grasp.mixtures import read_mixture
+from grasp.monitor.record import Record, Summary
+from tests.cli.grasp_command import run, succeed
+from tests.monitor import world
+from tests.monitor.test_monitor import sft
+
+NAMES = ("<b>web</b>", "noise")
+
+
+def record(directory, better=0.0):
+    """Return a record of a hundred steps: the first source helps until step 50, the second one hurts."""
+    made = Record(("source",), directory)
+    for step in range(10, 101, 10):
+        for k, source in enumerate(NAMES):
+            fields = {"value": 3 - step / (100 + 100 * k) - better, "rows": 5, "tokens": 100 * (k + 1)}
+            made.add(step, "loss", label="source", source=source, **fields)
+            effect = (-0.002 if step <= 50 else 0.0, 0.001)[k]
+            bounds = {"value": effect, "low": effect - 0.0005, "high": effect + 0.0005}
+            made.add(step, "effect", label="source", source=source, target="exam", **bounds)
+        made.add(step, "target_loss", target="exam", value=2 - step / 1000)
+        if step > 10:
+            made.add(step, "predicted", target="exam", value=-0.011, low=-0.013, high=-0.009)
+            made.add(step, "measured", target="exam", value=-0.01)
+    made.write()
+    return made
+
+
+def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
+    summary = Summary.of(record(tmp_path))
+    losses, effects, checks, mixture = (rows for _, _, rows in summary.blocks)
+    assert losses[0] == ["<b>web</b>", "1,000", "2.900", "2.000", "-0.100"]
+    assert effects[0][-1] == "stopped helping after step 50"
+    assert effects[1] == ["exam", "noise", "+1", "+1", "+0.5", "+1.5", "hurts since step 10"]
+    assert checks == [["exam", "10-100", "1.990", "1.900", "-0.099", "-0.117", "-0.081", "-0.090"]]
+    assert mixture == [["<b>web</b>", "33.3%", "83.3%"], ["noise", "66.7%", "16.7%"]]
+    assert summary.notes[:2] == ("hurts: noise (exam)", "stopped helping: <b>web</b> (exam)")
+    written = read_mixture(tmp_path / "mixture.yaml")
+    assert written.weight_of == pytest.approx({"<b>web</b>": 5 / 6, "noise": 1 / 6}, abs=0.2)
+
+
+def test_the_page_is_one_file_without_foreign_markup(tmp_path):
+    page = Summary.of(record(tmp_path)).write(tmp_path / "page.html").read_text()
+    assert "<svg" in page
+    assert "&lt;b&gt;web&lt;/b&gt;" in page
+    assert "<b>web" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_rows_after_a_checkpoint_are_dropped(tmp_path):
+    record(tmp_path)
+    resumed = Record(("source",), tmp_path)
+    resumed.resume(45)
+    assert resumed.last_step("loss") == 40
+
+
+def test_the_command_prints_runs_and_their_losses_are_metrics(tmp_path, capsys):
+    for k in range(4):
+        record(tmp_path / f"run-{k}" / "monitor", better=0.1 * k)
+    runs = [str(tmp_path / f"run-{k}") for k in range(4)]
+    table, page = tmp_path / "runs.csv", tmp_path / "page.html"
+    output = succeed("monitor", *runs, "--out", table, "--html", page).out
+    assert output.count("effect of one more step on a source") == 4
+    assert page.exists()
+    imported = grasp.import_runs(table, label="source", columns=["share/*"], metrics=["*/loss"])
+    assert set(imported.metrics) == {"<b>web</b>/loss", "noise/loss", "exam/loss"}
+    assert set(imported.values) == set(NAMES)
+    utility = imported.utility_RST()[:, 0, imported.metrics.index("noise/loss")]
+    assert sorted(-utility) == pytest.approx([2.2, 2.3, 2.4, 2.5])
+
+
+def test_a_directory_without_a_table_is_refused(tmp_path):
+    with pytest.raises(RunsError, match=r"no monitor\.parquet; expected the output directory of a training"):
+        Record.read(tmp_path)
+    (tmp_path / "monitor.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RunsError, match="cannot be read as the table of a monitor"):
+        Record.read(tmp_path)
+    outcome = run("monitor", tmp_path / "absent")
+    assert outcome.code == 2
+    assert "no monitor.parquet" in outcome.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_has_the_values(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    exam = world.write_exam(tmp_path / "exam.jsonl")
+    sft(tmp_path, grasp.Monitor("source", exam, every=4, strict=True), report_to=["tensorboard"]).train()
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    stored = reader.EventAccumulator(str(events))
+    stored.Reload()
+    stored_losses = [event.value for event in stored.Scalars("train/monitor/loss/exam")]
+    losses = [row["value"] for row in Record.read(tmp_path).select("loss", source="exam")]
+    assert stored_losses == pytest.approx(losses, rel=1e-6)
+    assert len(stored.Scalars("train/monitor/effect/exam/noise")) == 3
