@@ -2,10 +2,12 @@
 
 import os
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from torch.nn import functional as F
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
@@ -75,16 +77,20 @@ def recorded_loss(record, label="source"):
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
         {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
         {"gradient_checkpointing": True},
+        {"stream": True},
     ],
-    ids=["plain", "packed", "split", "padding-free", "accumulated", "lora", "checkpointing"],
+    ids=["plain", "packed", "split", "padding-free", "accumulated", "lora", "checkpointing", "stream"],
 )
 def test_losses_of_sft_by_source_are_those_of_an_evaluation_of_the_same_rows(tmp_path, changes):
     """With learning rate 0, an epoch of the training has the losses of an evaluation pass, to rounding."""
     data = world.dataset("text", "source", "half")
-    monitor = grasp.Monitor(["source", "half"], rows=data if changes.get("packing") else None, strict=True)
-    changes = changes | {"learning_rate": 0.0, "num_train_epochs": 1, "max_steps": -1}
+    is_stream = changes.get("stream")
+    rows = data if is_stream or changes.get("packing") else None  # whose other columns the trainer drops
+    monitor = grasp.Monitor(["source", "half"], rows=rows, strict=True)
+    epoch = {"num_train_epochs": 1, "max_steps": 12 if is_stream else -1}
+    changes = {name: value for name, value in changes.items() if name != "stream"} | {"learning_rate": 0.0} | epoch
     model = world.model()
-    trainer = sft(tmp_path, monitor, data, model, **changes)
+    trainer = sft(tmp_path, monitor, data.to_iterable_dataset() if is_stream else data, model, **changes)
     trainer.train()
     losses = recorded_loss(Record.read(tmp_path))
     assert set(losses) == set(world.SOURCES)
@@ -268,3 +274,37 @@ def test_a_loop_of_its_own(tmp_path, capsys):
     assert "effect of one more step" in repr(summary)
     assert len(Record.read(tmp_path / "seen").select("target_loss")) == 4
     assert repr(summary) in capsys.readouterr().out
+
+
+def test_losses_are_those_of_tokens_with_loss_in_bfloat16(tmp_path):
+    """Prompts have no loss; autocast keeps the losses near those in float32."""
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "source": row["source"]} for row in world.rows()]
+    trainer = sft(
+        tmp_path,
+        grasp.Monitor("source", strict=True),
+        Dataset.from_list(rows),
+        **{"bf16": True, "max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.0},
+    )
+    trainer.train()
+    losses = recorded_loss(Record.read(tmp_path))
+    for source in world.SOURCES:
+        words = [row["completion"].split() for row in rows if row["source"] == source]
+        assert losses[source][0] == sum(len(completion) + 1 for completion in words)  # and the end of the text
+        assert losses[source][1] == pytest.approx(np.log(63), abs=0.1)
+
+
+def test_effects_are_refused_where_parameters_are_divided(capsys):
+    monitor = grasp.Monitor("source", "exam.jsonl")
+    monitor._prepare_effects(world.model(), None, None, SimpleNamespace(is_fsdp_enabled=True))
+    assert monitor.effects is None
+    assert "effects are off: FSDP and DeepSpeed divide parameters among processes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_losses_of_an_evaluation(tmp_path):
+    model = world.model()
+    changes = {"torch_compile": True, "learning_rate": 0.0, "num_train_epochs": 1, "max_steps": -1}
+    sft(tmp_path, grasp.Monitor("source", strict=True), model=model, **changes).train()
+    expected = evaluated_loss(world.model())
+    for source, (_, loss) in recorded_loss(Record.read(tmp_path)).items():
+        assert loss == pytest.approx(expected[source], abs=1e-5)

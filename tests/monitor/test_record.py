@@ -18,7 +18,11 @@ def record(directory, better=0.0):
     made = Record(("source",), directory)
     for step in range(10, 101, 10):
         for k, source in enumerate(NAMES):
-            fields = {"value": 3 - step / (100 + 100 * k) - better, "rows": 5, "tokens": 100 * (k + 1)}
+            fields = {
+                "value": 3 - step / (100 + 100 * k) - better,
+                "rows": 5,
+                "tokens": 100 * (k + 1 + 10 * k * better),
+            }
             made.add(step, "loss", label="source", source=source, **fields)
             effect = (-0.002 if step <= 50 else 0.0, 0.001)[k]
             bounds = {"value": effect, "low": effect - 0.0005, "high": effect + 0.0005}

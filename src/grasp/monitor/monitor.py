@@ -16,7 +16,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -170,17 +169,17 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         elif not hasattr(trainer.train_dataset, "__len__"):
             raise SettingsError("label: the training dataset is a stream; pass its rows: Monitor(label, rows=dataset)")
         else:
-            loader, labels = (
-                trainer.callback_handler.train_dataloader,
-                labels_of_rows(trainer.train_dataset, self.labels),
+            loader = trainer.callback_handler.train_dataloader  # its rows have lost the label, not their order
+            row_labels.add_dataset(
+                loader.dataset, labels_of_rows(trainer.train_dataset, self.labels), loader.collate_fn
             )
-            row_labels.add_dataset((loader.dataset[k] for k in range(len(labels))), labels, loader.collate_fn)
         return row_labels
 
     @guarded
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remember the learning rate of the step."""
-        self.rate = _relative_rate(kwargs["optimizer"])
+        group = kwargs["optimizer"].param_groups[0]
+        self.rate = float(group["lr"]) / float(group.get("initial_lr", group["lr"]) or 1.0)
 
     @guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -237,6 +236,10 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             columns.append([str(value) for value in batch[name]])
         parts = [part for inputs, outputs in self.pending for part in segments({**batch, **inputs}, outputs)]
         self.pending.clear()
+        if len(parts) != len(columns[0]):
+            raise SettingsError(
+                f"label: got {len(columns[0])} labels for {len(parts)} rows in training mode since `step`"
+            )
         for part, labels in zip(parts, zip(*columns, strict=True), strict=True):
             self._count(part, labels)
         self._end_step(self.n_steps + 1)
@@ -253,6 +256,8 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         is_outdated = self.last is not None and self.record.last_step("effect") < self.n_steps
         if is_outdated and (self.every or self._is_affordable(None)):
             self._measure()
+        if not self.record.select("loss"):
+            self._note("losses are off: the model received no labels (label_smoothing_factor or compute_loss_func)")
         if self.effects is not None and self.last is None:
             self._note("effects were not measured, since 5 % of so short a training do not suffice; pass every=N")
         self._remove_hooks()
@@ -282,11 +287,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         started = time.perf_counter()
         inputs = inputs if "input_ids" in inputs or not args else {**inputs, "input_ids": args[0]}
         if self.row_labels is None:
-            detached = {name: getattr(outputs, name, None) for name in ("logits", "log_probs")}
-            outputs = SimpleNamespace(
-                **{name: value if value is None else value.detach() for name, value in detached.items()}
-            )
-            self.pending.append((inputs, outputs))
+            self.pending.append((inputs, outputs))  # until `step` receives the labels
             return
         parts = segments(inputs, outputs)
         if any(part.losses is None for part in parts):
@@ -439,9 +440,3 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
     def _print(self, text: str) -> None:
         if self.is_main:
             print(text, flush=True)  # noqa: T201 - a trainer prints its logs too
-
-
-def _relative_rate(optimizer: Any) -> float:
-    """Return the learning rate relative to the initial one."""
-    group = optimizer.param_groups[0]
-    return float(group["lr"]) / float(group.get("initial_lr", group["lr"]) or 1.0)
