@@ -15,7 +15,7 @@ NAMES = ("<b>web</b>", "noise")
 
 def record(directory, better=0.0):
     """Return a record of a hundred steps: the first source helps until step 50, the second one hurts."""
-    made = Record(("source",), directory)
+    stored = Record(("source",), directory)
     for step in range(10, 101, 10):
         for k, source in enumerate(NAMES):
             fields = {
@@ -23,16 +23,16 @@ def record(directory, better=0.0):
                 "rows": 5,
                 "tokens": 100 * (k + 1 + 10 * k * better),
             }
-            made.add(step, "loss", label="source", source=source, **fields)
+            stored.add(step, "loss", label="source", source=source, **fields)
             effect = (-0.002 if step <= 50 else 0.0, 0.001)[k]
             bounds = {"value": effect, "low": effect - 0.0005, "high": effect + 0.0005}
-            made.add(step, "effect", label="source", source=source, target="exam", **bounds)
-        made.add(step, "target_loss", target="exam", value=2 - step / 1000)
+            stored.add(step, "effect", label="source", source=source, target="exam", **bounds)
+        stored.add(step, "target_loss", target="exam", value=2 - step / 1000)
         if step > 10:
-            made.add(step, "predicted", target="exam", value=-0.011, low=-0.013, high=-0.009)
-            made.add(step, "measured", target="exam", value=-0.01)
-    made.write()
-    return made
+            stored.add(step, "predicted", target="exam", value=-0.011, low=-0.013, high=-0.009)
+            stored.add(step, "measured", target="exam", value=-0.01)
+    stored.write()
+    return stored
 
 
 def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
@@ -71,7 +71,7 @@ def test_the_command_prints_runs_and_their_losses_are_metrics(tmp_path, capsys):
     output = succeed("monitor", *runs, "--out", table, "--html", page).out
     assert output.count("effect of one more step on a source") == 4
     assert page.exists()
-    imported = grasp.import_runs(table, label="source", columns=["share/*"], metrics=["*/loss"])
+    imported = grasp.import_runs(table, label="source", columns=["train/*"], metrics=["*/loss"])
     assert set(imported.metrics) == {"<b>web</b>/loss", "noise/loss", "exam/loss"}
     assert set(imported.values) == set(NAMES)
     utility = imported.utility_RST()[:, 0, imported.metrics.index("noise/loss")]

@@ -53,14 +53,14 @@ def _text(source: str, draws: np.random.Generator) -> str:
 def rows(n: int = 48, seed: int = 0) -> list[dict[str, str]]:
     """Return rows with a text, the sides of a preference pair, a source and a second label."""
     draws = np.random.default_rng(seed)
-    made = []
+    drawn = []
     for k in range(n):
         source = SOURCES[k % len(SOURCES)]
         prompt, *words = _text(source, draws).split()
         row = {"text": " ".join([prompt, *words]), "source": source, "half": "first" if 2 * k < n else "second"}
         row |= {"prompt": prompt, "chosen": " " + " ".join(words), "rejected": " " + _text("noise", draws)}
-        made.append(row)
-    return made
+        drawn.append(row)
+    return drawn
 
 
 def dataset(*columns: str, n: int = 48) -> Dataset:

@@ -6,9 +6,10 @@ Start with `Summary.of`. Shape letters: G sources, T targets.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ class Record:
         self.notes: list[str] = []
 
     def add(self, step: int, measure: str, **fields: Any) -> None:
-        """Add a row; fields that do not apply are omitted."""
+        """Add a row; fields that do not apply are omitted, and those that are not finite are null."""
         texts = {name: str(fields.get(name, "")) for name in TEXTS}
-        numbers = {name: float(fields[name]) if name in fields else None for name in NUMBERS}
+        numbers = {name: float(fields[name]) if isfinite(fields.get(name, nan)) else None for name in NUMBERS}
         self.rows.append({"step": step, **texts, "measure": measure, **numbers})
 
     def select(self, measure: str, **fields: str) -> list[Line]:
@@ -58,13 +59,21 @@ class Record:
         wanted = {"measure": measure, **fields}
         return [row for row in self.rows if all(row[name] == value for name, value in wanted.items())]
 
+    def by_source(self, measure: str, **fields: str) -> dict[str, list[Line]]:
+        """Return the rows of a measure with these fields by source, sorted."""
+        rows = self.select(measure, **fields)
+        return {
+            source: [row for row in rows if row["source"] == source] for source in sorted({r["source"] for r in rows})
+        }
+
     def last_step(self, measure: str) -> int:
         """Return the last step with a measure, 0 if there is none."""
         return max((row["step"] for row in self.select(measure)), default=0)
 
-    def distinct(self, field: str, measure: str) -> list[str]:
-        """Return the sorted values of a field in the rows of a measure."""
-        return sorted({row[field] for row in self.select(measure)})
+    @property
+    def targets(self) -> list[str]:
+        """Return the sorted names of the targets."""
+        return sorted({row["target"] for row in self.select("target_loss")})
 
     def to_table(self) -> pa.Table:
         """Return the rows as a table, with labels and notes in its metadata."""
@@ -99,7 +108,7 @@ class Record:
             about = json.loads(table.schema.metadata[b"monitor"])
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
             raise RunsError(f"{path}: cannot be read as the table of a monitor: {err}") from err
-        record = cls(about["labels"], path.parent)
+        record = cls(about["labels"])
         record.rows, record.notes = table.to_pylist(), about["notes"]
         return record
 
@@ -114,24 +123,21 @@ class Summary(Result):
     @classmethod
     def of(cls, record: Record) -> "Summary":
         """Summarise a record, and write the proposed mixture beside the stored table."""
-        findings, blocks = list[str](), list[Block]()
-        for label in record.labels:
-            blocks.append(_losses(record, label))
+        findings, blocks = list[str](), [_losses(record, label) for label in record.labels]
         verdicts = {
-            (target, source): _verdict(record.select("effect", target=target, source=source))
-            for target in record.distinct("target", "effect")
-            for source in record.distinct("source", "effect")
+            (target, source): _verdict(rows)
+            for target in record.targets
+            for source, rows in record.by_source("effect", target=target).items()
         }
         if verdicts:
             blocks += [_effects(record, verdicts), _checks(record)]
             for kind in (HURTS, "stopped helping", "never helped"):
                 names = [f"{source} ({target})" for (target, source), text in verdicts.items() if text.startswith(kind)]
-                if names:
-                    findings.append(f"{kind}: {', '.join(names)}")
+                findings += [f"{kind}: {', '.join(names)}"] * bool(names)
             mixture, note = _mixture(record)
             blocks += [mixture] if mixture else []
             findings.append(note)
-        sources, last = record.distinct("source", "loss"), max((row["step"] for row in record.rows), default=0)
+        sources, last = record.by_source("loss", label=record.labels[0]), record.last_step("loss")
         headline = f"{len(sources)} sources in {last:,} steps"
         if verdicts:
             headline += "; an effect is the change of a target's loss by one more step on a source, in 1e-3 nats"
@@ -143,21 +149,11 @@ class Summary(Result):
 
     def _repr_html_(self) -> str:
         record = self.record
-        lines = {
-            f"loss by {label}": [
-                (source, record.select("loss", label=label, source=source))
-                for source in record.distinct("source", "loss")
-            ]
-            for label in record.labels
-        }
-        for target in record.distinct("target", "effect"):
-            lines[f"effect on {target}"] = [
-                (source, record.select("effect", target=target, source=source))
-                for source in record.distinct("source", "effect")
-            ]
+        curves = {f"loss by {label}": record.by_source("loss", label=label) for label in record.labels}
+        curves |= {f"effect on {target}": record.by_source("effect", target=target) for target in record.targets}
         tables = [f"<h3>{escape(plain(title))}</h3>{html_table(names, rows)}" for title, names, rows in self.blocks]
         notes = "".join(f"<p>{escape(plain(note))}</p>" for note in self.notes)
-        figures = "".join(f"<h3>{escape(plain(title))}</h3>{_figure(curves)}" for title, curves in lines.items())
+        figures = "".join(f"<h3>{escape(plain(title))}</h3>{_figure(lines)}" for title, lines in curves.items())
         return f"<p><b>{escape(plain(self.headline))}</b></p>{''.join(tables)}{notes}{figures}"
 
 
@@ -173,10 +169,7 @@ def _losses(record: Record, label: str) -> Block:
     """Return the losses by a label: means of the first and the last tenth of the logs, and the change of the last."""
     measures = [name for name in ("loss", "dpo_loss", "margin") if record.select(name)]
     rows = []
-    for source in record.distinct("source", "loss"):
-        logged = record.select("loss", label=label, source=source)
-        if not logged:
-            continue
+    for source, logged in record.by_source("loss", label=label).items():
         cells = [source, f"{sum(row['tokens'] for row in logged):,.0f}"]
         for measure in measures:
             values = [row for row in record.select(measure, label=label, source=source) if row["value"] is not None]
@@ -200,8 +193,6 @@ def _state(row: Line) -> str:
 
 def _verdict(measured: Sequence[Line]) -> str:
     """Return what a source does to a target, and since which step."""
-    if not measured:
-        return "-"
     states = [_state(row) for row in measured]
     if states[-1] != UNCLEAR:
         since = next(k for k in range(len(states)) if set(states[k:]) == {states[-1]})
@@ -219,10 +210,9 @@ def _milli(value: float | None) -> str:
 def _effects(record: Record, verdicts: dict[tuple[str, str], str]) -> Block:
     rows = []
     for (target, source), verdict in verdicts.items():
-        if measured := record.select("effect", target=target, source=source):
-            first, last = measured[0], measured[-1]
-            cells = [_milli(first["value"]), *(_milli(last[name]) for name in ("value", "low", "high"))]
-            rows.append([target, source, *cells, verdict])
+        measured = record.select("effect", target=target, source=source)
+        cells = [_milli(measured[0]["value"]), *(_milli(measured[-1][name]) for name in ("value", "low", "high"))]
+        rows.append([target, source, *cells, verdict])
     headings = ["target", "source", "first effect", "last effect", "low", "high", "verdict"]
     return "effect of one more step on a source, 95 % intervals", headings, rows
 
@@ -230,7 +220,7 @@ def _effects(record: Record, verdicts: dict[tuple[str, str], str]) -> Block:
 def _checks(record: Record) -> Block:
     """Return predicted and measured changes of the targets' losses, added over all measurements."""
     rows = []
-    for target in record.distinct("target", "target_loss"):
+    for target in record.targets:
         losses = record.select("target_loss", target=target)
         predicted, measured = record.select("predicted", target=target), record.select("measured", target=target)
         centre = sum(row["value"] for row in predicted)
@@ -258,17 +248,16 @@ def _mixture(record: Record) -> tuple[Block | None, str]:
             effects[row["source"]] = effects.get(row["source"], 0.0) + bound
     if len(effects) < 2 or not any(effects.values()):
         return None, "no other mixture is proposed: no effect of the last measurement is distinguishable from zero"
-    losses = {source: record.select("loss", label=record.labels[0], source=source) for source in effects}
-    size_G = {
-        measure: np.array([sum(row[measure] for row in rows) for rows in losses.values()])
+    losses = record.by_source("loss", label=record.labels[0])
+    rows_G, tokens_G = (
+        np.array([sum(row[measure] for row in losses.get(source, ())) for source in effects])
         for measure in ("rows", "tokens")
-    }
-    now_G = size_G["tokens"] / size_G["tokens"].sum()
+    )
+    now_G = tokens_G / tokens_G.sum()
     problem = MixtureProblem(now_G / MAX_REPEAT, np.minimum(1.0, now_G * MAX_REPEAT), now_G)
     proposed_G = solve(problem, -np.array(list(effects.values())))
-    weights = MixtureWeights(
-        record.labels[0], tuple(effects), size_G | {"documents": size_G["rows"]}, proposed_G / now_G
-    )
+    sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
+    weights = MixtureWeights(record.labels[0], tuple(effects), sizes, proposed_G / now_G)
     note = f"proposed shares of tokens are within 1/{MAX_REPEAT:g} and {MAX_REPEAT:g} times the present ones"
     if record.directory is not None:
         note = f"{note}: {record.directory / MIXTURE_FILE}"
@@ -279,9 +268,9 @@ def _mixture(record: Record) -> tuple[Block | None, str]:
     return ("mixture for the rest of the training", [record.labels[0], "now", "proposed"], rows), note
 
 
-def _figure(curves: Sequence[tuple[str, Sequence[Line]]]) -> str:
+def _figure(curves: Mapping[str, Sequence[Line]]) -> str:
     """Draw curves of values by step as SVG, with a legend."""
-    points = [(row["step"], row["value"]) for _, rows in curves for row in rows if row["value"] is not None]
+    points = [(row["step"], row["value"]) for rows in curves.values() for row in rows if row["value"] is not None]
     if not points:
         return "<p>no values</p>"
     (x0, y0), (x1, y1) = np.min(points, axis=0), np.max(points, axis=0)
@@ -291,7 +280,7 @@ def _figure(curves: Sequence[tuple[str, Sequence[Line]]]) -> str:
         return f"{10 + 580 * x:.1f},{190 - 180 * y:.1f}"
 
     parts, legend = [], []
-    for k, (name, rows) in enumerate(curves):
+    for k, (name, rows) in enumerate(curves.items()):
         colour = COLOURS[k % len(COLOURS)]
         path = " ".join(place(row) for row in rows if row["value"] is not None)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -304,17 +293,14 @@ def table_of_runs(records: Iterable[tuple[str, Record]]) -> pa.Table:
     """Return one line per run for `grasp runs import`: shares of tokens, and losses of sources and targets."""
     lines = []
     for name, record in records:
-        logged = {
-            source: record.select("loss", label=record.labels[0], source=source)
-            for source in record.distinct("source", "loss")
-        }
-        tokens = {source: sum(row["tokens"] for row in rows) for source, rows in logged.items() if rows}
+        logged = record.by_source("loss", label=record.labels[0])
+        tokens = {source: sum(row["tokens"] for row in rows) for source, rows in logged.items()}
         line: Line = {"run": name}
-        line |= {f"share/{source}": count / sum(tokens.values()) for source, count in tokens.items()}
-        line |= {f"{source}/loss": logged[source][-1]["value"] for source in tokens}
-        for target in record.distinct("target", "target_loss"):
+        line |= {f"train/{source}": count / sum(tokens.values()) for source, count in tokens.items()}
+        line |= {f"{source}/loss": rows[-1]["value"] for source, rows in logged.items()}
+        for target in record.targets:
             line[f"{target}/loss"] = record.select("target_loss", target=target)[-1]["value"]
         lines.append(line)
     columns = list(dict.fromkeys(column for line in lines for column in line))
-    empty = {column: 0.0 for column in columns if column.startswith("share/")}
+    empty = {column: 0.0 for column in columns if column.startswith("train/")}
     return pa.Table.from_pylist([dict.fromkeys(columns) | empty | line for line in lines])
