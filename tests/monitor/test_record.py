@@ -42,10 +42,10 @@ def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
     assert effects[0][-1] == "stopped helping after step 50"
     assert effects[1] == ["exam", "noise", "+1", "+1", "+0.5", "+1.5", "hurts since step 10"]
     assert checks == [["exam", "10-100", "1.990", "1.900", "-0.099", "-0.117", "-0.081", "-0.090"]]
-    assert mixture == [["<b>web</b>", "33.3%", "83.3%"], ["noise", "66.7%", "16.7%"]]
+    assert mixture == [["<b>web</b>", "33.3%", "53.3%"], ["noise", "66.7%", "46.7%"]]
     assert summary.notes[:2] == ("hurts: noise (exam)", "stopped helping: <b>web</b> (exam)")
     written = read_mixture(tmp_path / "mixture.yaml")
-    assert written.weight_of == pytest.approx({"<b>web</b>": 5 / 6, "noise": 1 / 6}, abs=0.2)
+    assert written.weight_of == pytest.approx({"<b>web</b>": 8 / 15, "noise": 7 / 15}, abs=0.2)
 
 
 def test_the_page_is_one_file_without_foreign_markup(tmp_path):

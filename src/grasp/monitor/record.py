@@ -20,7 +20,6 @@ from grasp.errors import RunsError
 from grasp.mixtures import MixtureWeights, write_mixture
 from grasp.results import Result, html_table, write_table
 from grasp.select.linear_program import MixtureProblem, solve
-from grasp.select.mix import MAX_REPEAT
 from grasp.store.checksummed_parquet import read_checksummed
 from grasp.text import number, plain, text_table
 
@@ -30,6 +29,8 @@ SCHEMA = pa.schema(
     [("step", pa.int64()), *((name, pa.string()) for name in TEXTS), *((name, pa.float64()) for name in NUMBERS)]
 )
 HELPS, HURTS, UNCLEAR = "helps", "hurts", "not distinguishable from zero"
+STOPPED, NEVER = "stopped helping", "no measurement shows help"
+MAX_FACTOR, MAX_MOVED = 4.0, 0.2  # of a source's share; share of all tokens that a proposed mixture moves
 COLOURS = ("#0b62a4", "#d9480f", "#2b8a3e", "#862e9c", "#c92a2a", "#5c5f66")
 Line = dict[str, Any]  # a row of the table
 Block = tuple[str, list[str], list[list[str]]]  # title, headings and rows of a printed table
@@ -131,8 +132,8 @@ class Summary(Result):
         }
         if verdicts:
             blocks += [_effects(record, verdicts), _checks(record)]
-            for kind in (HURTS, "stopped helping", "never helped"):
-                names = [f"{source} ({target})" for (target, source), text in verdicts.items() if text.startswith(kind)]
+            for kind in (HURTS, STOPPED, NEVER):
+                names = [f"{source} ({target})" for (target, source), text in verdicts.items() if kind in text]
                 findings += [f"{kind}: {', '.join(names)}"] * bool(names)
             mixture, note = _mixture(record)
             blocks += [mixture] if mixture else []
@@ -198,9 +199,9 @@ def _verdict(measured: Sequence[Line]) -> str:
         since = next(k for k in range(len(states)) if set(states[k:]) == {states[-1]})
         return f"{states[-1]} since step {measured[since]['step']}"
     if HELPS not in states:
-        return f"never helped; {UNCLEAR}" if HURTS not in states else UNCLEAR
+        return f"{UNCLEAR}; {NEVER}"
     last = len(states) - 1 - states[::-1].index(HELPS)
-    return f"stopped helping after step {measured[last]['step']}"
+    return f"{STOPPED} after step {measured[last]['step']}"
 
 
 def _milli(value: float | None) -> str:
@@ -237,8 +238,8 @@ def _checks(record: Record) -> Block:
 def _mixture(record: Record) -> tuple[Block | None, str]:
     """Propose a mixture of the sources from the last effects, and write it.
 
-    Each effect counts by the bound of its interval that is nearer to zero. A source gets at most MAX_REPEAT times its
-    share, and at least its share divided by MAX_REPEAT.
+    Each effect counts by the bound of its interval that is nearer to zero. Effects are first-order, so the
+    mixture stays near the present one: it moves at most MAX_MOVED of the tokens, and no share by more than MAX_FACTOR.
     """
     step = record.last_step("effect")
     effects: dict[str, float] = {}
@@ -254,11 +255,11 @@ def _mixture(record: Record) -> tuple[Block | None, str]:
         for measure in ("rows", "tokens")
     )
     now_G = tokens_G / tokens_G.sum()
-    problem = MixtureProblem(now_G / MAX_REPEAT, np.minimum(1.0, now_G * MAX_REPEAT), now_G)
+    problem = MixtureProblem(now_G / MAX_FACTOR, np.minimum(1.0, now_G * MAX_FACTOR), now_G, MAX_MOVED)
     proposed_G = solve(problem, -np.array(list(effects.values())))
     sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
     weights = MixtureWeights(record.labels[0], tuple(effects), sizes, proposed_G / now_G)
-    note = f"proposed shares of tokens are within 1/{MAX_REPEAT:g} and {MAX_REPEAT:g} times the present ones"
+    note = f"the proposed mixture moves at most {MAX_MOVED:.0%} of the tokens, by the lower bounds of effects"
     if record.directory is not None:
         note = f"{note}: {record.directory / MIXTURE_FILE}"
         write_mixture(weights, record.directory / MIXTURE_FILE, "yaml")
