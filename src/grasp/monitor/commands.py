@@ -25,7 +25,7 @@ def monitor(
     from grasp.monitor.record import Record, Summary, table_of_runs
     from grasp.results import write_table
 
-    records = [(path.resolve().name, Record.read(path)) for path in run]
+    records = [(str(path), Record.read(path)) for path in run]
     for _, record in records:
         print(Summary.of(record))
     if html is not None:

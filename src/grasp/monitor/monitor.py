@@ -140,8 +140,10 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             self.beta = float(trainer.beta)
             if getattr(trainer, "ref_model", None) is not None:
                 self._hook(trainer.ref_model)
-        self._hook(trainer.model_wrapped)
+        # The inner model, which also computes references of DPO; hooks of a compiled model would be traced.
+        self._hook(trainer.model_wrapped if hasattr(trainer.model_wrapped, "_orig_mod") else trainer.model)
         self._prepare_effects(trainer.model, trainer.optimizer, trainer.processing_class, trainer)
+        self.seconds = time.perf_counter() - self.started
 
     def _calling_trainer(self) -> tuple[Any, Mapping[str, Any]]:
         """Return the trainer that calls this callback, and the variables of its calling method.
