@@ -51,7 +51,7 @@ from grasp.targets import UnitTokens
 
 VOCAB = 50_304
 TARGETS = 5
-FORWARD = ["output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled"]
+FORWARD = ["output_layer", "embedding", "knn", "pooled"]
 SKETCHES = ["hidden_sketch", "residual_sketch", "product_sketch"]
 KERNELS: dict[str, dict[str, Any]] = {
     "paper": {"rule": "paper"},
@@ -301,8 +301,6 @@ PROFILED = {
     "sums for moments": ("kernels/whitening.py", "add"),
     "gradients by hidden states": ("models/residuals.py", "hidden_gradient"),
     "output_layer and embedding": ("kernels/output_layer.py", "output_layer_relevance"),
-    "hidden_bias": ("kernels/hidden_bias.py", "hidden_bias_relevance"),
-    "hidden_linear": ("kernels/hidden_linear.py", "hidden_linear_relevance"),
     "knn": ("kernels/knn.py", "knn_relevance"),
     "product sketch": ("kernels/sketch.py", "apply"),
     "pooling": ("models/residuals.py", "pool"),

@@ -12,7 +12,7 @@ from grasp.cli.options import merge_settings, split_names
 from grasp.demo.demo import Demo, open_runs, print_answers
 from grasp.errors import RunsError
 from grasp.retraining.plan import fitted_lengths
-from grasp.settings import retrain_settings
+from grasp.retraining.settings import retrain_settings
 from tests.cli.grasp_command import succeed
 from tests.report.world import write_artifact, write_environment
 

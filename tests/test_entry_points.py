@@ -106,10 +106,18 @@ def test_a_command_of_another_package_is_listed_and_runs(install, tmp_path):
     assert subprocess.run([*run, "shout", "hello"], capture_output=True, text=True, check=True).stdout == "HELLO\n"
 
 
+def test_a_broken_package_does_not_remove_commands(install):
+    site = install("broken", "import no_such_module\n", "[grasp.commands]\nbroken = broken:commands\n")
+    run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); from grasp.cli import main; main()"]
+    done = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True)
+    assert "command broken: broken:commands of package broken cannot be imported" in done.stderr
+    assert re.search(r"\n  retrain +Train a model", done.stdout)
+
+
 def test_without_the_package_its_names_are_unknown(tmp_path):
     with pytest.raises(SettingsError, match=r"features.kernels: unknown kernel 'losses'.*output_layer"):
         kernel_class("losses")
-    with pytest.raises(ValueError, match="expected one of default, forward, paper, got 'twice'"):
+    with pytest.raises(ValueError, match="expected one of default, paper, got 'twice'"):
         FeatureSettings(rule="twice")
     with pytest.raises(SettingsError, match="did you mean knn"):
         load("grasp.kernels", "kn")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -22,10 +23,10 @@ BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def run_page(name: str) -> str:
     """Run every block and return the output of the commands."""
-    printed = []
+    printed, scope = [], {"__name__": "page"}
     for kind, text in BLOCK.findall((HOWTO / name).read_text(encoding="utf-8")):
         if kind == "python":
-            exec(compile(text, name, "exec"), {"__name__": "page"})
+            exec(compile(text, name, "exec"), scope)
         else:
             outcomes = [succeed(*shlex.split(line)[1:]) for line in text.splitlines()]
             printed += [outcome.out + outcome.err for outcome in outcomes]
@@ -52,13 +53,56 @@ def test_the_page_on_mixtures_outside_of_the_runs():
     assert min(min(proposed[name].to_pylist()) for name in ("sciq", "arc", "web", "code")) >= 0.05 - 1e-9
 
 
+@pytest.mark.parametrize("name", ["larger_model.md", "wandb_mixture.md"])
+def test_the_pages_from_runs_to_a_mixture(name):
+    printed = run_page(name)
+    page = (HOWTO / name).read_text(encoding="utf-8")
+    line_pattern = re.compile(r"^(\S+: proposed mixture), predicted (\S+) \((\S+) to (\S+)\)", re.MULTILINE)
+    shown, got = ({metric: values for metric, *values in line_pattern.findall(text)} for text in (page, printed))
+    assert shown.keys() == got.keys() > set()
+    for metric, values in shown.items():  # the search for hyperparameters ends within a part of its tolerance
+        assert list(map(float, got[metric])) == pytest.approx(list(map(float, values)), abs=0.02)
+    assert {"best.csv", "next.csv"} <= {path.name for path in Path().iterdir()}
+    shares = pacsv.read_csv("next.csv").drop_columns(["mixture", "gain"]).to_pandas()
+    np.testing.assert_allclose(shares.sum(axis=1), 1.0, atol=1e-6)
+    if name == "larger_model.md":
+        planned = {"web": 2e12, "code": 60e9, "papers": 30e9, "books": 20e9}
+        assert all((shares[source] <= 4 * tokens / 300e9 + 1e-9).all() for source, tokens in planned.items())
+    else:
+        assert list(shares.columns) == ["web", "code", "books"]  # without data/mix/
+
+
+def test_the_page_on_guards():
+    printed = run_page("not_worse.md")
+    page = (HOWTO / "not_worse.md").read_text(encoding="utf-8")
+    guard = re.compile(r"^guard (\S+): predicted change (\S+), with 90% at least (\S+), .* gains (\S+)$", re.MULTILINE)
+    shown, got = ({metric: values for metric, *values in guard.findall(text)} for text in (page, printed))
+    assert shown.keys() == got.keys() == {"mmlu/acc", "arc/acc"}
+    for metric, values in shown.items():
+        assert list(map(float, got[metric])) == pytest.approx(list(map(float, values)), abs=0.004)
+        assert float(got[metric][1]) >= -0.0105
+    unguarded, guarded = re.findall(r"^code +\S+ +\S+ +(\S+)$", printed, re.MULTILINE)
+    assert float(guarded) < float(unguarded) - 0.1
+
+
+def test_the_page_on_nanochat():
+    run_page("nanochat.md")
+    shards = sorted(Path("selected_climbmix").iterdir())  # as nanochat lists them; the last one is for validation
+    assert [path.name for path in shards] == ["shard_00000.parquet", "shard_00002.parquet"]
+    assert [pq.read_metadata(path).num_rows for path in shards] == [64, 64]
+    assert all(pq.read_schema(path).names == ["text"] for path in shards)
+    texts = {text for k in (0, 1) for text in pq.read_table(f"base_data_climbmix/shard_{k:05d}.parquet")["text"]}
+    assert set(pq.read_table(shards[0])["text"]) <= texts
+
+
 def test_the_page_on_files_of_training_tools():
     write_artifact(Path("art"))
     printed = run_page("mixture_files.md")
     assert "mixture.yaml: olmo-core, target_ratio is a share of tokens; set paths" in printed.splitlines()
     assert yaml.safe_load(Path("mixture.yaml").read_text())["sources"]
     assert "intervals of the change over units and rows" in printed
-    assert {"mixture.txt", "probabilities.yaml", "datasets.yaml", "mixture.py"} <= {p.name for p in Path().iterdir()}
+    written = {"mixture.txt", "probabilities.yaml", "datasets.yaml", "domains.yaml", "weights.py", "mixture.py"}
+    assert written <= {path.name for path in Path().iterdir()}
 
 
 @pytest.mark.slow  # it retrains; margins have tests in tests/pipeline

@@ -16,8 +16,8 @@ from grasp.predict.predictor import Predictor
 from grasp.predict.scoring_rule import save_protocol
 from grasp.predict.slices import label_slices
 from grasp.report.findings import collect_findings
-from grasp.report.serve import QueryService, respond
 from grasp.select.select import select
+from grasp.serving.serve import QueryService, respond
 from grasp.text import as_names
 from tests.cli.grasp_command import succeed
 from tests.rules import rule

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from grasp import progress_display as progress
-from grasp.progress import Progress
+from grasp.progress import Progress, RetrainStatus
 from grasp.progress_display import Watch
-from grasp.retraining.worker import RetrainStatus
 from grasp.text import MAX_CELL_CHARS, text_table
 from tests.mentions import assert_mentions
 

@@ -73,7 +73,7 @@ def test_contributing_lists_every_package_in_the_order_of_layers():
     packages = [name.strip() for name in listed[1].replace("\n", " ").split(",")]
     contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert contract is not None
-    layers = [*dict.fromkeys(re.findall(r'"grasp\.(\w+)', contract[1]))][::-1]
+    layers = [*dict.fromkeys(re.findall(r"\bgrasp\.(\w+)", contract[1]))][::-1]
     assert packages == [name for name in layers if name in packages]
     assert all(find_spec(f"grasp.{name}") for name in packages)
     assert {name for name in layers if (ROOT / "src/grasp" / name / "__init__.py").exists()} == set(packages)

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from grasp.report.serve import REPEATABLE, SERVED_VERBS
+from grasp.serving.serve import REPEATABLE, SERVED_VERBS
 from grasp.signatures import REQUIRED, parse_signature
 
 VERBS = [
     ("grasp.vision.detect", "detect"),
     ("grasp.inspect.explain", "explain"),
-    ("grasp.select.mixture_model", "mix_runs"),
-    ("grasp.select.mixture_model", "predict_runs"),
-    ("grasp.select.proposals", "propose_runs"),
+    ("grasp.mixing.mixture_model", "mix_runs"),
+    ("grasp.mixing.mixture_model", "predict_runs"),
+    ("grasp.mixing.proposals", "propose_runs"),
     ("grasp.distil.apply", "apply"),
     ("grasp.distil.distil", "distil"),
     ("grasp.select.mix", "mix"),
     ("grasp.select.select", "select"),
     ("grasp.pipeline.build", "build"),
-    ("grasp.report.serve", "serve"),
+    ("grasp.serving.serve", "serve"),
     ("grasp.report.build_report", "report"),
-    ("grasp.runs.import_runs", "import_runs"),
+    ("grasp.mixing.import_runs", "import_runs"),
     ("grasp.api.evaluate", "evaluate"),
     ("grasp.api.predict", "predict"),
-    ("grasp.api.retrain", "retrain"),
+    ("grasp.retraining.retrain", "retrain"),
     ("grasp.api.score", "score"),
 ]
 OF_PYTHON = {"art", "artifact", "cluster", "jobs", "overrides", "on_start", "progress"}  # these have no text form

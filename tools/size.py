@@ -44,7 +44,21 @@ SOURCE = ROOT / "src" / "grasp"
 LIMITS = ROOT / "tools" / "size.toml"
 PACKAGE = str(SOURCE) + os.sep
 TOP = "."  # stands for the modules outside of packages
-OPTIONAL = ("baselines", "demo", "distil", "formats", "monitor", "paper", "vision")  # not part of the core
+# packages that are not part of the core
+OPTIONAL = (
+    "baselines",
+    "demo",
+    "distil",
+    "formats",
+    "merging",
+    "mixing",
+    "monitor",
+    "paper",
+    "previews",
+    "retraining",
+    "serving",
+    "vision",
+)
 COLUMNS = ("lines", "code", "functions", "raise")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 COMMANDS = {

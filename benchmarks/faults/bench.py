@@ -26,13 +26,14 @@ from grasp.cli import SYSTEM_ERRORS
 from grasp.distil.apply import apply
 from grasp.distil.distil import distil
 from grasp.errors import GraspError
-from grasp.pipeline.merge import merge
+from grasp.merging.merge import merge
+from grasp.mixing.import_runs import import_runs
 from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
+from grasp.retraining.settings import retrain_settings
 from grasp.retraining.worker import retrain
-from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
-from grasp.settings import build_settings, retrain_settings
+from grasp.settings import build_settings
 from grasp.yaml_files import read_yaml, write_yaml
 from tests.pipeline.world import world, write_corpus
 

@@ -23,9 +23,9 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.predict.subset_tables import read_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.retraining.plan import row_names
+from grasp.retraining.settings import RetrainSettings
 from grasp.retraining.worker import POLL_SECONDS, Worker
 from grasp.runs.retrained import RetrainedRuns
-from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.training.recipe import TrainingRecipe
 from grasp.training.row_order import batch_order, relative_weights, token_batches

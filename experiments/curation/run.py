@@ -37,11 +37,13 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
 from grasp.files import write_atomically
 from grasp.pipeline.pipeline import build_artifact
+from grasp.progress import RetrainStatus
 from grasp.retraining.plan import fitted_lengths, resolved_recipe
-from grasp.retraining.worker import RetrainStatus, retrain
+from grasp.retraining.settings import RetrainSettings
+from grasp.retraining.worker import retrain
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import INFO
-from grasp.settings import RetrainSettings, build_settings
+from grasp.settings import build_settings
 
 
 class Experiment:

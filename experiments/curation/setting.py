@@ -22,10 +22,11 @@ from grasp.files import temporary_path, write_atomically
 from grasp.methods.contract import MethodInputs
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
+from grasp.retraining.settings import RetrainSettings, retrain_settings
 from grasp.seeds import stream
 from grasp.select.export import corpus_settings, iter_records, select_documents, stored_rows
 from grasp.select.record_files import FileFormat, write_corpus
-from grasp.settings import CorpusSettings, RetrainSettings, TargetSettings, retrain_settings
+from grasp.settings import CorpusSettings, TargetSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, load_units
 

@@ -25,8 +25,8 @@ import pyarrow.parquet as pq
 from scipy.stats import spearmanr
 
 from grasp.arrays import F64, I64
+from grasp.mixing.import_runs import import_runs
 from grasp.runs.gaussian_process import GaussianProcess
-from grasp.runs.import_runs import import_runs
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream

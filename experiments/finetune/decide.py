@@ -2,23 +2,21 @@
 
     python -m experiments.finetune.decide chats --data ../shared/data
     cd experiments/worlds/work
-    grasp build --train further --model model --corpus chats.jsonl \
+    grasp build --train further --recipe recipe.yaml --model model --corpus chats.jsonl \
         --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
         --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.sample_positions=32768 \
         --out chats
     grasp score chats --target instructions
     grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl
-    cd ../../.. && python -m experiments.finetune.decide warm-up --data ../shared/data
-    (the same grasp build with --model chats-warm-up --out chats-at-warm-up)
-    python -m experiments.finetune.decide runs --data ../shared/data
+    cd ../../.. && python -m experiments.finetune.decide runs --data ../shared/data
 
 1,000 conversations of one turn, drawn from all but those that are questions here. A tenth, 96 rows, is chosen by the
 units of `documents` and trained on as in `run`; what is measured is the loss on the units of `instructions`, by which
 nobody has chosen, and in how many of the questions the right choice has the lowest loss a token. A seed is an order,
-for `random` also a draw. `grasp` is what `grasp select` takes; `shift` and the sums are what it took before. Three
-seeds left open whether these are better than `random`, so they had three more, planned before any was seen. LESS is as
-published: all layers, 8,192 numbers a row, but of full gradients where its authors take those of an adapter. Every run
-is a line of `decision.json`; killed, the same command goes on.
+for `random` also a draw. `grasp` is what `grasp select` takes, with the recipe of the trainings (12 steps of 8 rows at
+1e-4). Its six seeds were planned before any was seen. LESS is as published: all layers, 8,192 numbers a row, but of
+full gradients where its authors take those of an adapter. Every run is a line of `decision.json`, which also has those of
+methods and of defaults that were removed since (commit aad4dd71 and before); killed, the same command goes on.
 """
 
 import argparse
@@ -45,7 +43,6 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.files import write_atomically
 from grasp.models.build_source import BuildSource
 from grasp.models.tokenizer import HfTokenizer
-from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.seeds import stream
 from grasp.select.select import select
 from grasp.targets import UnitSet, load_units
@@ -54,10 +51,10 @@ CHATS = 1_000
 SEEDS = (0, 1, 2)
 MORE_SEEDS = (3, 4, 5)
 WARM_UP = "chats-warm-up"
-WARMED_UP = "grasp after a warm-up"
-WITH_MORE = ("grasp", WARMED_UP, "token + input + shift + tilt", "token + input + shift", "random")
-CHOOSERS = ("grasp", WARMED_UP, "random", "bm25", "repsim", "LESS")
-SHIPPED_BEFORE = ("shift", "token + input + shift", "token + input + shift + tilt")
+CHOOSERS = ("grasp", "random", "bm25", "LESS")
+REMOVED = ("grasp, diagonal gradient", "grasp after a warm-up", "token + input + shift + tilt", "token + input + shift")
+WITH_MORE = ("grasp", "random", *REMOVED)
+KNOWN = (*CHOOSERS, *REMOVED, "shift", "repsim")
 
 
 def write_chats(data: Path, work: Path) -> None:
@@ -86,13 +83,9 @@ def chosen_rows(artifact: ArtifactReader, method: str, seed: int, work: Path) ->
     """`SUBSET_ROWS` rows for all targets alike, by position; LESS looks at the end of a warm-up on 96 of them."""
     if method == "random":
         return stream(seed, "finetune", "decision").permutation(artifact.n_rows)[:SUBSET_ROWS]
-    if method == WARMED_UP:
-        artifact = ArtifactReader.open(work / "chats-at-warm-up")
-    if method in ("grasp", WARMED_UP, *SHIPPED_BEFORE):
-        match = dict.fromkeys(method.split(" + "), 1.0)
-        protocol = ScoringProtocol(name=method, match=match, negative=0.25) if method in SHIPPED_BEFORE else None
+    if method == "grasp":
         wanted = dict.fromkeys(artifact.targets, 1.0)
-        picked = select(artifact, SUBSET_ROWS, wanted, protocol=protocol).table["row_id"].to_pylist()
+        picked = select(artifact, SUBSET_ROWS, wanted).table["row_id"].to_pylist()
         known = pq.read_table(artifact.rows_path, columns=["row_id"])["row_id"].to_pylist()
         return np.array([known.index(row_id) for row_id in picked])
     score_NE = method_scores(artifact, method, [work / WARM_UP] if method in AS_PUBLISHED else [])
@@ -153,7 +146,7 @@ def fill(artifact: ArtifactReader, work: Path, out: Path, until: float) -> None:
     runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else []
     if all(run["method"] != "before" for run in runs):
         runs.append({"method": "before", "seed": 0, **exam.measure(model)})
-    for method in (*CHOOSERS, *SHIPPED_BEFORE):
+    for method in CHOOSERS:
         for seed in (*SEEDS, *MORE_SEEDS) if method in WITH_MORE else SEEDS:
             same = [run for run in runs if (run["method"], run["seed"]) == (method, seed)]
             if any("right" in run for run in same):
@@ -192,7 +185,7 @@ def side_by_side(runs: list[dict[str, Any]], seeds: list[int], what: str, resamp
     """
     value_of = {(run["method"], run["seed"]): run[what] for run in runs if what in run}
     before = {target: float(np.mean(values)) for target, values in value_of["before", 0].items()}
-    known = [m for m in (*CHOOSERS, *SHIPPED_BEFORE) if all((m, seed) in value_of for seed in seeds)]
+    known = [m for m in KNOWN if all((m, seed) in value_of for seed in seeds)]
     value_SE = {
         method: {target: np.array([value_of[method, seed][target] for seed in seeds]) for target in before}
         for method in known

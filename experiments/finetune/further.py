@@ -5,7 +5,7 @@
     python -m experiments.finetune.further instructions --data ../shared/data --out further-held.json
 
 Artifacts are those of `grasp build --train further`, in bfloat16 (the small model in float32); killed, a build goes on.
-Over several environments a form has a lower bound, as in `choice`; a held-out one (`instructions`) stands alone.
+Over several environments a form has a lower bound; a held-out one (`instructions`) stands alone.
 """
 
 import json
@@ -30,7 +30,7 @@ from grasp.files import write_atomically
 from grasp.paper.agreement import standard_errors
 from grasp.runs.retrained import RetrainedRuns
 
-SHIPPED_BEFORE = "token + input + shift + tilt"
+FORWARD_ALONE = "token + input"
 DELTA = 0.05
 WEIGHTS = {".125": 0.125, ".25": 0.25, ".5": 0.5}
 RESAMPLES = 400
@@ -47,22 +47,17 @@ def forms(kernel_of: dict[str, F64], tokens_N: F64) -> dict[str, Method]:
         "gradient, negative x .25": Method((gradient,), negative=0.25),
         "gradient of the mean loss": Method((gradient / tokens_N[:, None],)),
         "gradient of the loss over the root of tokens": Method((gradient / np.sqrt(tokens_N)[:, None],)),
-        SHIPPED_BEFORE: Method(forward, negative=0.25),
+        FORWARD_ALONE: Method(forward, negative=0.25),
     }
 
     def weighted_sum(weight: float, *others: F64, of_task: bool = False) -> Method:
         count = len(others)
         return Method((gradient, *others), (1.0, *[0.25] * count), (1.0, *[weight] * count), of_task=of_task)
 
-    out |= {f"gradient + {named} of each": weighted_sum(weight, *forward) for named, weight in WEIGHTS.items()}
-    out |= {
-        f"gradient + {named} of token + input": weighted_sum(weight, *forward[:2]) for named, weight in WEIGHTS.items()
-    }
-    out["gradient + .25 of token + input, by task"] = weighted_sum(0.25, *forward[:2], of_task=True)
-    out["gradient + .25 of tilt"] = weighted_sum(0.25, forward[3])
-    for kernel_names, others in (("each", forward), ("token + input", forward[:2])):
-        whole = tuple(kernel_NE * tokens_N[:, None] for kernel_NE in others)
-        out[f"gradient + .25 of {kernel_names}, whole loss too"] = weighted_sum(0.25, *whole)
+    out |= {f"gradient + {named} of token + input": weighted_sum(weight, *forward) for named, weight in WEIGHTS.items()}
+    out["gradient + .25 of token + input, by task"] = weighted_sum(0.25, *forward, of_task=True)
+    whole = tuple(kernel_NE * tokens_N[:, None] for kernel_NE in forward)
+    out["gradient + .25 of token + input, whole loss too"] = weighted_sum(0.25, *whole)
     return out
 
 
@@ -89,7 +84,7 @@ def report(name: Name, data: Path, work: Path) -> tuple[dict[str, Any], dict[str
         "role": environment.role,
         "subsets": len(share_BN),
         "noise": noise(environment, utilities),
-        "methods": records(agreed, utilities, SHIPPED_BEFORE),
+        "methods": records(agreed, utilities, FORWARD_ALONE),
     }
     return bounds, {label: agreement.lds_TR for label, agreement in agreed.items()}
 

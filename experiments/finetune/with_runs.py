@@ -10,7 +10,6 @@ Shape letters: R runs, T targets, D draws.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,12 @@ def known_of(name: Name, data: Path, work: Path) -> tuple[SubsetFeatures, Subset
     utilities = environment.utilities(seeds=(0,))
     predictor = Predictor.from_artifact(artifact, sketches=SIMILARITY_SKETCHES)
     known = SubsetFeaturizer.from_predictor(predictor, artifact, (ENVIRONMENTS[name].label,))
-    names = [array.removeprefix("relevance_") for array in artifact.array_names if array.startswith("relevance_")]
-    shipped = [
-        k for k, kernel in enumerate(names) if kernel not in ("hidden_bias", "hidden_linear")
-    ]  # a build makes these on request
     blocks = environment.subset_blocks(row_names(open_corpus(name, work, reader).store))
     every, corpus = SubsetFeatures.concatenate([known.features(block.weights) for block in blocks]), known.corpus()
     values_RT = np.stack(
         [utilities.select(target).values_BSE.mean(axis=(1, 2)) for target in predictor.units.targets], axis=1
     )
-    runs, whole = (replace(features, kernel_BTM=features.kernel_BTM[:, :, shipped]) for features in (every, corpus))
-    return runs, whole, values_RT
+    return every, corpus, values_RT
 
 
 def predict_runs(runs: SubsetFeatures, corpus: SubsetFeatures, values_RT: F64, count: int, draw: int) -> F64:

@@ -22,12 +22,12 @@ from grasp.artifact.label_table import LabelTable
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import suggest_labels
 from grasp.baselines.oracles import ridge_out
+from grasp.mixing.import_runs import import_runs
+from grasp.mixing.mixture_law import fit_process
 from grasp.predict.predictor import Predictor
 from grasp.predict.subset_tables import RowIndex
 from grasp.runs.calibration import SubsetFeaturizer
 from grasp.runs.gaussian_process import GaussianProcess
-from grasp.runs.import_runs import import_runs
-from grasp.runs.mixture_law import fit_process
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream

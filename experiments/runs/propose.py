@@ -17,10 +17,10 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from experiments.runs.curves import WORLDS, World, of_environment, of_regmix
+from grasp.mixing.proposals import most_informative
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.subset_features import SubsetFeatures
 from grasp.seeds import stream
-from grasp.select.proposals import most_informative
 
 FIRST, EACH = 8, 4
 UP_TO = 32

@@ -36,7 +36,7 @@ from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Utilities
 
 POOLED = {"rule": "paper"}  # methods read rows and units; our kernels are made in `scores`
-FORWARD = ("token", "input", "shift", "tilt")  # as the recorded results call them
+FORWARD = ("token", "input")  # as the recorded results call them
 FEATURES = {"kernels": ("gradient", *(KERNEL_OF[name] for name in FORWARD), "hidden_sketch", "residual_sketch")}
 
 

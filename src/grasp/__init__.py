@@ -16,20 +16,24 @@ from typing import TYPE_CHECKING, Any
 from grasp.errors import GraspError
 
 if TYPE_CHECKING:
-    from grasp.api.artifact import Artifact, build, merge
+    from grasp.api.artifact import Artifact, build, opened
     from grasp.api.artifact import open as open  # noqa: A004 - exported, but not in __all__
     from grasp.api.evaluate import evaluate
-    from grasp.api.retrain import retrain
+    from grasp.merging.merge import merge as _merge
+    from grasp.mixing.import_runs import import_runs
     from grasp.monitor.monitor import Monitor
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
-    from grasp.pipeline.preview import preview_corpus, preview_targets
     from grasp.pipeline.proxy import train_proxy
     from grasp.pipeline.warm_up import warm_up
+    from grasp.previews.preview import preview_corpus, preview_targets
     from grasp.results import Result
-    from grasp.runs.import_runs import import_runs
+    from grasp.retraining.retrain import retrain
     from grasp.runs.retrained import RetrainedRuns
     from grasp.runs.table import open_runs
+    from grasp.serving.serve import serve
+
+    merge = opened(_merge)
 
 __version__ = "0.2.0"
 
@@ -40,18 +44,20 @@ _HOMES = {
     "Result": "grasp.results",
     "add_replay": "grasp.pipeline.build",
     "add_targets": "grasp.pipeline.add_targets",
+    "assess_metrics": "grasp.mixing.metric_quality",
     "build": "grasp.pipeline.build",
     "evaluate": "grasp.api.evaluate",
-    "import_runs": "grasp.runs.import_runs",
-    "merge": "grasp.pipeline.merge",
-    "mix_runs": "grasp.select.mixture_model",
+    "import_runs": "grasp.mixing.import_runs",
+    "merge": "grasp.merging.merge",
+    "mix_runs": "grasp.mixing.mixture_model",
     "open": "grasp.api.artifact",
     "open_runs": "grasp.runs.table",
-    "predict_runs": "grasp.select.mixture_model",
-    "preview_corpus": "grasp.pipeline.preview",
-    "preview_targets": "grasp.pipeline.preview",
-    "propose_runs": "grasp.select.proposals",
-    "retrain": "grasp.api.retrain",
+    "predict_runs": "grasp.mixing.mixture_model",
+    "preview_corpus": "grasp.previews.preview",
+    "preview_targets": "grasp.previews.preview",
+    "propose_runs": "grasp.mixing.proposals",
+    "retrain": "grasp.retraining.retrain",
+    "serve": "grasp.serving.serve",
     "train_proxy": "grasp.pipeline.proxy",
     "warm_up": "grasp.pipeline.warm_up",
 }
@@ -64,6 +70,7 @@ __all__ = [
     "__version__",
     "add_replay",
     "add_targets",
+    "assess_metrics",
     "build",
     "evaluate",
     "import_runs",
@@ -75,6 +82,7 @@ __all__ = [
     "preview_targets",
     "propose_runs",
     "retrain",
+    "serve",
     "train_proxy",
     "warm_up",
 ]  # without `open`, so that `from grasp import *` does not shadow the built-in

@@ -17,7 +17,7 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
                `ALIASES`: name of the task of each alias
     passages   texts of a benchmark, for `grasp demo`   `write_passages(path, exclude_texts, per_source)`
     mixture    path of the mixture of a run             (path): `grasp.mixtures.MixtureFile`
-    results    directory with the results of runs       (path): results, see `grasp.runs.import_runs`
+    results    directory with the results of runs       (path): results, see `grasp.mixing.import_runs`
     run_table  table of runs                            (table): the table with one line per run
     recipe     fields of a training recipe              (fields): fields of `FineTuningRecipe`
     output     path of `grasp info` and `grasp verify`  (path): description that prints itself, with `to_dict()`

@@ -13,18 +13,10 @@ from dataclasses import dataclass
 from typing import Self
 
 _NEW = ("output_layer", "embedding", "knn")
-_BACKWARD = ("output_layer", "embedding", "gradient")
-_FORWARD = ("output_layer", "embedding", "hidden_bias", "hidden_linear")
+_FURTHER = ("output_layer", "embedding", "gradient")
 
-# Kernels, by rule and kind of training (None: models of readers); their weights are in `BuiltRule.of`.
-KERNELS: dict[tuple[str, str | None], tuple[str, ...]] = {
-    ("default", "new"): _NEW,
-    ("forward", "new"): _NEW,
-    ("default", "further"): _BACKWARD,
-    ("forward", "further"): _FORWARD,
-    ("default", None): ("output_layer",),
-    ("forward", None): ("output_layer",),
-}
+# Kernels, by the kind of training (None: models of readers); their weights are in `BuiltRule.of`.
+KERNELS: dict[str | None, tuple[str, ...]] = {"new": _NEW, "further": _FURTHER, None: ("output_layer",)}
 WEIGHT_SCALE = 0.02  # standard deviation of the initial weights of common models
 SKETCHES = ("hidden_sketch", "residual_sketch")  # computed by every build, for redundancy, maps and intervals
 
@@ -59,8 +51,8 @@ class BuiltRule:
         """
         weights = dict.fromkeys(kernels, 1.0)
         if "output_layer" in kernels:
-            row = _BACKWARD if "gradient" in kernels else _NEW if "knn" in kernels else _FORWARD
-            moved = round(learning_rate_sum / (learning_rate_sum + WEIGHT_SCALE), 3) if row is _BACKWARD else 1.0
+            row = _FURTHER if "gradient" in kernels else _NEW
+            moved = round(learning_rate_sum / (learning_rate_sum + WEIGHT_SCALE), 3) if row is _FURTHER else 1.0
             weights = {name: w for name in row if name in kernels and (w := 1.0 if name == "gradient" else moved)}
         return cls(weights, "knn" in kernels and "gradient" not in kernels)
 

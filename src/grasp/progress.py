@@ -1,6 +1,7 @@
 """The interface through which long operations report progress. Nothing here prints."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 Advance = Callable[[int, int], None]  # receives the numbers of rows and tokens that were processed since the last call
 
@@ -22,3 +23,29 @@ class Progress:
 
 
 ignore: Advance = Progress().advance  # the default
+
+
+@dataclass(frozen=True, slots=True)
+class RetrainStatus:
+    """The state of a retraining.
+
+    Attributes:
+        stage: recipe, tokenizer, rows, runs or cost.
+        done: number of runs with a result.
+        total: number of runs.
+        running: name of the current run of this worker; empty if there is none.
+        step: finished steps of the current run.
+        steps: steps of a run.
+        seconds_left: extrapolated from the runs that finished during this call; None: unknown.
+        note: what the recipe has that the training does not follow, at first; after the first steps, the estimated cost
+            of the remaining training.
+    """
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    running: str = ""
+    step: int = 0
+    steps: int = 0
+    seconds_left: float | None = None
+    note: str | None = None

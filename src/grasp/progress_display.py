@@ -12,17 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from grasp.progress import Progress
+from grasp.progress import Progress, RetrainStatus
 from grasp.text import duration_text, plain
-
-if TYPE_CHECKING:
-    from grasp.retraining.worker import RetrainStatus
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,7 +135,7 @@ class Watch(Progress):
         """Print a note above the bar."""
         self._console.print(f"note: {plain(line)}", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
-    def runs(self, status: "RetrainStatus") -> None:
+    def runs(self, status: RetrainStatus) -> None:
         """Show the state of a retraining: finished runs, steps of the current runs, and the time left."""
         if status.note is not None:
             for line in status.note.splitlines():

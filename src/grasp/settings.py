@@ -1,7 +1,7 @@
 """Settings of builds and retrainings, as immutable pydantic models.
 
 The description of a field is its help text and documentation: meaning, unit, and the value in the paper. Long commands
-write their settings to `run.yaml`. Start with `BuildSettings` and `RetrainSettings`.
+write their settings to `run.yaml`. Start with `BuildSettings`.
 """
 
 import re
@@ -302,7 +302,7 @@ Positions = Annotated[str, AfterValidator(_positions)]
 
 
 Train = Literal["further", "new"]
-OWN_RULES = ("default", "forward")  # other rules are registered
+DEFAULT_RULE = "default"  # other rules are registered
 PROTOCOLS = "grasp.protocols"  # entry points of registered rules, see `grasp.predict.scoring_rule.RegisteredProtocol`
 
 
@@ -310,9 +310,9 @@ class FeatureSettings(Settings):
     """Kernels that compare rows with units, the positions that they read, and their preconditioners."""
 
     rule: str = Field(
-        "default",
-        description="Kernels to build. default: those of the default scoring rule; forward: those of them that need no "
-        "backward pass; or a registered rule: paper is that of the paper.",
+        DEFAULT_RULE,
+        description="Kernels to build. default: those of the default scoring rule; or a registered rule: paper is that "
+        "of the paper.",
     )
     kernels: tuple[str, ...] = Field(
         (), description="Names of kernels and sketches, see docs/how-it-works.md. Empty: by `rule` and `train`."
@@ -381,7 +381,7 @@ class FeatureSettings(Settings):
     @field_validator("rule")
     @classmethod
     def _validate_rule(cls, rule: str) -> str:
-        known = [*OWN_RULES, *entries(PROTOCOLS)]
+        known = [DEFAULT_RULE, *entries(PROTOCOLS)]
         if rule not in known:
             raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
         return rule
@@ -408,7 +408,7 @@ class FeatureSettings(Settings):
         """Return settings with `kernels` filled in, by the kind of training; None: a reader's model."""
         if self.kernels:
             return self
-        kernels = KERNELS[self.rule, train] if self.rule in OWN_RULES else load(PROTOCOLS, self.rule).kernels
+        kernels = KERNELS[train] if self.rule == DEFAULT_RULE else load(PROTOCOLS, self.rule).kernels
         return self.model_copy(update={"kernels": (*kernels, *SKETCHES)})
 
     @property
@@ -511,89 +511,6 @@ class ReplaySettings(Settings):
         return self
 
 
-class RetrainSettings(Settings):
-    """Settings of a retraining: a model is trained and scored for every subset of a family and every seed."""
-
-    recipe: str = Field("tiny", description="Training recipe: tiny, small or paper-50m. Paper: 50 M parameters.")
-    overrides: dict[str, Any] = Field({}, description="Fields of the recipe to change, e.g. {steps: 500}.")
-    train: Train = Field(
-        "new",
-        description="new: models from scratch, by `recipe`; further: `model`, by `fine_tuning`, on texts or, if "
-        "corpus.form is preference, by DPO.",
-    )
-    model: ModelSettings | None = Field(None, description="Model that is trained further.")
-    fine_tuning: dict[str, Any] = Field(
-        {},
-        description="Recipe of further training, with the names of TrainingArguments, SFTConfig, DPOConfig or Axolotl.",
-    )
-    train_command: str | None = Field(
-        None,
-        description="Shell command that trains a model instead of the recipe, with {corpus}, {checkpoint} and {seed} "
-        "filled in. Never taken from stored runs: it must be set by the user.",
-    )
-    corpus: CorpusSettings
-    tokenizer: str | None = Field(
-        None,
-        description="Directory of a tokenizer. null: train byte-level BPE of the recipe's vocabulary on the corpus.",
-    )
-    targets: TargetSettings
-    losses: tuple[Literal["completion", "all"], ...] = Field(
-        (),
-        description="Losses recorded for every unit, each as a separate target: NAME, and NAME@all for the loss on "
-        "every token. Empty: targets.loss_on.",
-    )
-    family: str = Field("mixture:topic", description="uniform:F, bernoulli:Q; mixture, groups or dirichlet:LABEL.")
-    subsets: str | None = Field(None, description="Parquet of subset_id, row_id[, weight] instead of a family.")
-    n_subsets: int = Field(
-        24, ge=1, description="Number of subsets drawn from the family. A larger number keeps the first subsets."
-    )
-    family_seed: int = Field(0, ge=0, description="Seed of the draw of subsets.")
-    seeds: tuple[int, ...] = Field((0, 1), min_length=1, description="Training seeds; seed 0 is the reference model.")
-    role: Literal["dev", "held-out"] = Field(
-        "dev", description="dev: the runs may be used to select protocols; held-out: only to evaluate them."
-    )
-    held_out_targets: tuple[str, ...] = Field(
-        (), description="Targets of dev runs that are held out, with all of their losses."
-    )
-    checkpoints: tuple[int, ...] | None = Field(
-        None, description="Steps at which reference runs are saved. null: 1/8, 3/8, 5/8 and 7/8 of the steps."
-    )
-    device: str = Field("auto", description="auto: cuda if available, else cpu.")
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per worker. null: an equal share.")
-    workers: int | None = Field(
-        None, ge=1, description="Worker processes. null: one; on a cluster, one per GPU, or per core without GPUs."
-    )
-    lease_seconds: float = Field(300.0, gt=0, description="Seconds without a heartbeat after which a worker is lost.")
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        is_new, command = self.train == "new", self.train_command
-        changed = [name for name, usual in (("recipe", "tiny"), ("checkpoints", None)) if getattr(self, name) != usual]
-        of_recipe = changed + ["overrides"] * bool(self.overrides) + ["train_command"] * bool(command)
-        of_training = changed + [f"overrides.{name}" for name in self.overrides if name != "shape"]
-        bad_seeds = len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0
-        without_command = is_new and command is None
-        with_command = is_new and command is not None
-        refuse(
-            {
-                NO_TARGET: not self.targets.names,
-                f"seeds: expected distinct non-negative integers, got {self.seeds}": bad_seeds,
-                "train: further needs a model; add --model or --like": not is_new and self.model is None,
-                f"{', '.join(of_recipe)}: no effect with train: further; remove": not is_new and of_recipe,
-                "model, fine_tuning: no effect with train: new; add --train further": is_new
-                and (self.fine_tuning or self.model),
-                "corpus.form: preference pairs train a model further (DPO); add --train further": without_command
-                and self.corpus.form == "preference",
-                f"{', '.join(of_training)}: no effect with train_command, which controls the training; remove": (
-                    with_command and of_training
-                ),
-                "train_command: needs the tokenizer of your model; add --set tokenizer=DIR or --like ART": with_command
-                and not self.tokenizer,
-            }
-        )
-        return self
-
-
 def path_settings(settings_class: type[S], value: S | Mapping[str, Any] | Path | str, location: str) -> S:
     """Return the settings of a corpus or a model that is passed as settings, settings by name, or a path."""
     if isinstance(value, settings_class):
@@ -658,8 +575,3 @@ def form_of_loss(loss: str | None) -> str | None:
     if loss not in (None, "tokens", "dpo"):
         raise SettingsError(f"--loss: got {loss!r}, expected tokens or dpo")
     return "preference" if loss == "dpo" else None
-
-
-def retrain_settings(data: dict[str, Any]) -> RetrainSettings:
-    """Validate settings of a retraining; the error message lists every mismatch."""
-    return validated(RetrainSettings, data, "settings")

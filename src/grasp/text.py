@@ -109,6 +109,13 @@ def size_text(size: float) -> str:
     return f"{size:,.0f} bytes" if power == 0 else f"{size:,.1f} {SIZES[power]}"
 
 
+def count_text(count: float) -> str:
+    """Return a number of parameters or tokens with three digits, such as `1.2B`."""
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    scale, unit = next(((scale, unit) for scale, unit in units if count >= 0.9995 * scale), (1.0, ""))
+    return f"{count / scale:.3g}{unit}"
+
+
 def duration_text(seconds: float) -> str:
     """Format a duration in seconds, e.g. `2 h 05 min`."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -18,10 +18,11 @@ from grasp.methods.contract import AlignedRuns, MethodInputs, MethodScores
 from grasp.methods.registry import ConfiguredMethod, configure_methods, registered_methods, score_rows
 from grasp.models.tokenizer import train_tokenizer
 from grasp.pipeline.pipeline import build_artifact
+from grasp.retraining.settings import retrain_settings
 from grasp.retraining.worker import retrain
 from grasp.runs.alignment import Alignment
 from grasp.runs.retrained import RetrainedRuns
-from grasp.settings import build_settings, retrain_settings
+from grasp.settings import build_settings
 from tests.faults import Killed
 from tests.pipeline.world import TOPICS, texts, write_targets
 

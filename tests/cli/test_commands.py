@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from grasp.api.retrain import _settings_of_artifact
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.writer import ArtifactWriter
 from grasp.predict.predictor import Predictor
+from grasp.retraining.retrain import _settings_of_artifact
 from grasp.store import remote
 from tests.cli.grasp_command import arrays, assert_same_arrays, cells, refused, run, succeed
 from tests.mentions import assert_mentions
@@ -81,7 +81,15 @@ def test_a_forecast_estimates_a_build_and_writes_nothing(root, tmp_path):
 def test_a_build_from_flags_reports_its_result_and_the_next_command(root, tmp_path):
     outcome = succeed(
         *("build", "--model", root / "model", "--corpus", root / "corpus.jsonl", "--targets", root / "facts.jsonl"),
-        *("--max-length", 48, "--rule", "forward", "--dtype", "float32", "--keep-features"),
+        *(
+            "--max-length",
+            48,
+            "--set",
+            "features.kernels=[output_layer,embedding]",
+            "--dtype",
+            "float32",
+            "--keep-features",
+        ),
         *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # a file URL is a path
     )
     artifact = ArtifactReader.open(tmp_path / "art")

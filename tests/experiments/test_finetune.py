@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.finetune.features import Features
-from experiments.finetune.scores import Sides, delta_kernel, input_kernel
 from experiments.finetune.with_runs import predict_runs, rho
 from experiments.worlds.evaluate import Method
 from experiments.worlds.setting import ENVIRONMENTS, NAMES
@@ -82,59 +80,3 @@ def test_negative_scores_can_have_less_weight():
     units_BE, _ = Method((kernel,), negative=0.25).predict(share, ["a"])
     expected = np.array([-1.0, 0.0, 2.0])
     assert units_BE[:, 0] == pytest.approx((expected - expected.mean()) / expected.std())
-
-
-HIDDEN, VOCABULARY, LENGTHS = 6, 11, ((5, 3, 4), (2, 4))
-
-
-def features(lengths: tuple[int, ...], seed: int) -> Features:
-    generator = np.random.default_rng(seed)
-    owner_P = np.repeat(np.arange(len(lengths)), lengths)
-    n = len(owner_P)
-    return Features(
-        hidden_PH=generator.normal(size=(n, HIDDEN)).astype(np.float32),
-        delta_PH=generator.normal(size=(n, HIDDEN)).astype(np.float32),
-        index_PK=np.tile(np.arange(3, dtype=np.int32), (n, 1)),
-        value_PK=generator.normal(size=(n, 3)).astype(np.float32),
-        loss_P=generator.random(n).astype(np.float32),
-        token_P=generator.integers(0, 3, size=n).astype(np.int32),
-        label_P=generator.integers(0, 3, size=n).astype(np.int32),
-        owner_P=owner_P,
-    )
-
-
-@pytest.fixture
-def sides() -> Sides:
-    return Sides(features(LENGTHS[0], 0), features(LENGTHS[1], 1), VOCABULARY)
-
-
-def pairs(sides: Sides, value):
-    """Return the mean over pairs of positions for each row and unit."""
-    out = np.zeros((sides.rows.n, sides.units.n))
-    for i in range(sides.rows.n):
-        for e in range(sides.units.n):
-            of_row, of_unit = np.flatnonzero(sides.rows.owner_P == i), np.flatnonzero(sides.units.owner_P == e)
-            out[i, e] = np.mean([[value(t, s) for s in of_unit] for t in of_row])
-    return out
-
-
-def test_a_delta_kernel_is_a_sum_over_pairs_of_positions(sides):
-    mean_H = sides.moments.mean_H
-    for ridges in ((None, None), (0.01, 1.0)):
-        hidden_HH, delta_HH = sides.hidden_map(ridges[0]), sides.delta_map(ridges[1])
-
-        def value(t, s, hidden_HH=hidden_HH, delta_HH=delta_HH):
-            rows, units = sides.rows, sides.units
-            hidden = (hidden_HH @ (rows.hidden_PH[t] - mean_H)) @ (hidden_HH @ (units.hidden_PH[s] - mean_H))
-            return hidden * ((delta_HH @ rows.delta_PH[t]) @ (delta_HH @ units.delta_PH[s]))
-
-        assert delta_kernel(sides, *ridges) == pytest.approx(pairs(sides, value), rel=1e-3, abs=1e-4)
-
-
-def test_an_input_kernel_sums_over_equal_input_tokens(sides):
-    def value(t, s):
-        same = sides.rows.token_P[t] == sides.units.token_P[s]
-        return same * float(sides.rows.delta_PH[t] @ sides.units.delta_PH[s])
-
-    result = input_kernel(sides, None, by_frequency=False)
-    assert result == pytest.approx(pairs(sides, value), rel=1e-4, abs=1e-5)

@@ -95,6 +95,28 @@ def test_axolotl_entries_are_splits_that_datasets_cuts(tmp_path):
     np.testing.assert_allclose(np.array(list(rows.values())) / 1_000, WEIGHTS.times_G, atol=0.005)
 
 
+def test_nemo_automodel_accepts_its_domains(tmp_path):
+    data = yaml.safe_load(written(tmp_path, "nemo-automodel").read_text())
+    domains, paths = data["domain_mixture"]["domains"], data["dataset"]["paths"]
+    blend = list(zip(map(float, paths[::2]), paths[1::2], strict=True))  # as get_blend_from_list reads it
+    assert blend == [(entry["sampling_weight"], entry["path"]) for entry in domains]  # or it is refused
+    assert all(entry["objective_weight"] == entry["sampling_weight"] > 0 for entry in domains)
+    mixture = pytest.importorskip("nemo_automodel.components.training.domain_mixture")
+    config = mixture.DomainMixtureConfig(tuple(mixture.DomainWeightConfig(**entry) for entry in domains))
+    assert config.build(blend=([path for _, path in blend], [share for share, _ in blend])).loss_multipliers == (1,) * 5
+
+
+def test_torchtitan_gets_sources_and_weights(tmp_path):
+    names: dict = {}
+    exec(written(tmp_path, "torchtitan").read_text(), names)
+    sources = list(names["WEIGHTS"].values())
+    assert [name for name, _ in sources] == [name for name in WEIGHTS.names() if name != "gone"]
+    np.testing.assert_allclose(sum(weight for _, weight in sources), 1.0, atol=1e-7)
+    loaders = pytest.importorskip("torchtitan.hf_datasets.text_datasets")
+    config = loaders.InterleavedHuggingFaceTextDataLoader.Config
+    assert config(sources=[loaders.HFDataSource(dataset=name, weight=weight) for name, weight in sources])
+
+
 def test_datatrove_reads_each_document_as_often_as_its_weight(tmp_path, monkeypatch):
     pytest.importorskip("datatrove")
     pytest.importorskip("orjson")  # of its JSONL reader
@@ -151,8 +173,14 @@ def test_imported_weights_are_those_of_the_file_to_the_last_digit(tmp_path, form
         ("m.txt", "0.5 a 0.5\n", "has 3 words, expected alternating"),
         ("m.txt", "nan a\n", r"got weights \[nan\], expected nonnegative"),
         ("m.py", "MIXTURE = [\n", "not a mixture"),
-        ("m.py", "X = 1\n", "has no MIXTURE"),
-        ("m.py", "MIXTURE = {'web': ('data', __import__('sys').exit(1))}\n", r"not a mixture although it ends in \.py"),
+        ("m.py", "X = 1\n", "not a mixture in a known format"),
+        ("m.py", "WEIGHTS = {'web': 0.5}\n", "not a mixture although it assigns WEIGHTS"),
+        ("m.yaml", "domain_mixture: {domains: [{name: a}]}\n", "'sampling_weight'"),
+        (
+            "m.py",
+            "MIXTURE = {'web': ('data', __import__('sys').exit(1))}\n",
+            "not a mixture although it assigns MIXTURE",
+        ),
         ("m.csv", "value,now\na,1\n", "'share_of_tokens'"),
     ],
 )

@@ -36,10 +36,11 @@ from grasp.files import UNSIGNED, entry_of, with_checksum
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.scoring_rule import load_protocol, save_protocol
 from grasp.predict.subset_tables import RowIndex, read_subsets
+from grasp.retraining.settings import retrain_settings
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import INFO, SUBSETS, UTILITIES
 from grasp.select.summaries import MixtureSummary, SelectionSummary, read_summary
-from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings, retrain_settings
+from grasp.settings import BuildSettings, CorpusSettings, TargetSettings, build_settings
 from grasp.targets import load_units
 from grasp.yaml_files import read_yaml
 from tests.runs.environments import TOPICS, write_artifact, write_environment

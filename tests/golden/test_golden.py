@@ -28,7 +28,7 @@ from tests.rounding import rounding
 NUMBERS = Path(__file__).with_name("numbers.json")
 KERNELS = {
     "new": ("output_layer", "embedding", "knn", "pooled"),
-    "further": ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient"),
+    "further": ("output_layer", "embedding", "gradient"),
 }
 # Additions and products one after the other behind a number: two blocks of 16 + 32 + 48 and a vocabulary of 300,
 # forward and backward, then sums over 200 sampled positions, 48 positions of a row and 40 rows.

@@ -92,7 +92,7 @@ def test_contributions_of_tokens_sum_to_the_stored_relevance(art, explainer, ker
         {},
         {"match": {"output_layer": 1.0, "embedding": 0.5, "pooled": -0.3}, "negative": 0.25},
         {"match": {"output_layer": 1.0, "knn": 0.5}, "negative": 0.25, "task": "estimate"},
-        {"match": {"knn": 1.0, "hidden_bias": 2.0, "hidden_linear": 1.0}, "negative": 0.0},
+        {"match": {"knn": 1.0, "embedding": 2.0}, "negative": 0.0},
         {
             "match": {"output_layer": 1.0, "pooled": 1.0},
             "standardize": {"task": "mean_of_standardised"},

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from grasp.kernels import embedding, hidden_bias, hidden_linear, knn, output_layer
+from grasp.kernels import embedding, knn, output_layer
 from tests.kernels import test_embedding as embedding_tests
-from tests.kernels import test_hidden_bias as hidden_bias_tests
-from tests.kernels import test_hidden_linear as hidden_linear_tests
 from tests.kernels import test_knn as knn_tests
 from tests.kernels import test_output_layer as output_layer_tests
 from tests.rounding import rounding
@@ -34,27 +32,7 @@ def knn_world():
     return row, lambda at, *rows: knn.knn_relevance(units, hidden[at], label[at], *rows)
 
 
-def hidden_bias_world():
-    head, (hidden, label, row), unit_inputs = hidden_bias_tests.world(1)
-    delta, unit_delta = hidden_bias_tests.delta(head, hidden, label), hidden_bias_tests.delta(head, *unit_inputs[:2])
-    units = hidden_bias.prepare_hidden_bias(
-        unit_delta, unit_inputs[2], hidden_bias_tests.E, hidden_bias_tests.plain_whitener()
-    )
-    return row, lambda at, *rows: hidden_bias.hidden_bias_relevance(units, delta[at], *rows)
-
-
-def hidden_linear_world():
-    head, (hidden, label, row), unit_inputs = hidden_bias_tests.world(1)
-    delta, unit_delta = hidden_bias_tests.delta(head, hidden, label), hidden_bias_tests.delta(head, *unit_inputs[:2])
-    units = hidden_linear.prepare_hidden_linear(
-        unit_inputs[0], unit_delta, unit_inputs[2], hidden_bias_tests.E, *hidden_linear_tests.moments_of(hidden, delta)
-    )
-    return row, lambda at, *rows: hidden_linear.hidden_linear_relevance(units, hidden[at], delta[at], *rows)
-
-
-KERNELS = pytest.mark.parametrize(
-    "kernel", [output_layer_world, embedding_world, knn_world, hidden_bias_world, hidden_linear_world]
-)
+KERNELS = pytest.mark.parametrize("kernel", [output_layer_world, embedding_world, knn_world])
 
 
 def assert_close(result, expected):

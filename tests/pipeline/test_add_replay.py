@@ -18,11 +18,11 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ArtifactError, GraspError, ModelError, SettingsError
 from grasp.inspect.explain import explain
 from grasp.kernel_table import NEW_MODEL_REPLAY_WEIGHT, REPLAY_WEIGHT
+from grasp.merging.merge import merge
 from grasp.pipeline.add_replay import NEW_MODEL_NOTE
 from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.build import add_replay, build
 from grasp.pipeline.forecast import forecast
-from grasp.pipeline.merge import merge
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.predictor import Predictor, UnitSelection
@@ -350,7 +350,7 @@ def test_the_forecast_contains_the_replay(settings, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe": RECIPE, "replay": False, "rule": "forward"}, r"--recipe: no effect"),
+        ({"recipe": RECIPE, "replay": False, "rule": "paper"}, r"--recipe: no effect"),
         ({"recipe": {"label_smoothing_factor": 0.1}}, r"label_smoothing_factor is set to 0\.1"),
         ({"recipe": {"optim": "sgd"}}, r"optim: got 'sgd', expected AdamW"),
         ({"recipe": "none.yaml"}, r"none\.yaml"),

@@ -16,9 +16,9 @@ import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
 from grasp.corpus.row_store import RowStore
+from grasp.merging.merge import merge
 from grasp.models.build_source import BuildSource, load_reference
 from grasp.pipeline.add_targets import add_targets
-from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, TargetSettings, build_settings
 from tests.cli.grasp_command import arrays

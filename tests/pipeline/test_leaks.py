@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 import grasp
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.conversations import Conversation
+from grasp.merging.merge import merge
 from grasp.pipeline import leaks
 from grasp.pipeline.add_targets import add_targets
 from grasp.pipeline.leaks import GRAM_WORDS, QuestionIndex, find_leaks, question_words
-from grasp.pipeline.merge import merge
 from grasp.pipeline.pipeline import build_artifact
 from grasp.targets import Unit
 from tests.corpus.world import write_jsonl
 from tests.mentions import assert_mentions
-from tests.pipeline.test_merge import write_lines
+from tests.merging.test_merge import write_lines
 from tests.pipeline.test_pipeline import Notes
 from tests.pipeline.world import changed, texts, world
 

@@ -20,7 +20,7 @@ from grasp.targets.margins import Answers
 from tests.corpus.world import write_jsonl
 from tests.pipeline.world import relevance, world
 
-KERNELS = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "gradient")
+KERNELS = ("output_layer", "embedding", "knn", "gradient")
 QUIZ = [
     {"prompt": "the river", "choices": ["energy stone", "bird", "metal star ocean"], "answer": 0},
     {"prompt": "the wind and", "choices": ["salt", "iron heart"], "answer": 1},

@@ -19,7 +19,7 @@ from tests.corpus.chats import chat_tokenizer, turns
 from tests.corpus.world import write_jsonl
 from tests.pipeline.world import WORDS, changed, relevance, world
 
-KERNELS = ("output_layer", "embedding", "hidden_bias", "hidden_linear", "gradient")
+KERNELS = ("output_layer", "embedding", "gradient")
 
 
 ASK = [{"from": "human", "value": "Hi"}]
@@ -151,7 +151,7 @@ def test_rows_have_the_tokens_of_both_sides(built):
     assert pairs.longest() == sides.lengths().max()
 
 
-@pytest.mark.parametrize("kernel", ["output_layer", "embedding", "hidden_bias", "hidden_linear"])
+@pytest.mark.parametrize("kernel", ["output_layer", "embedding"])
 def test_relevance_of_a_pair_is_the_difference_of_its_sides(built, kernel):
     counts = BuildSource(built["sides"]).rows.loss_counts()[:, None]
     sum_SE = relevance(built["sides"], kernel) * counts

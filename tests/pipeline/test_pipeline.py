@@ -156,30 +156,6 @@ class Reference:
                 out[i, e] = (same[i].mean(0) / right - near[i].mean(0) / (1.1 * near_S)).mean()
         return out
 
-    def hidden_bias(self, rows, units) -> np.ndarray:
-        matrix = self.matrix
-        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
-        second = delta.T @ delta / len(delta)
-        inverse = np.linalg.inv(second + self.features.tau * np.trace(second) / len(second) * np.eye(len(second)))
-        mean_NH, mean_EH = (np.stack([(xi @ matrix).mean(0) for _, xi, _ in side]) for side in (rows, units))
-        return mean_NH @ inverse @ mean_EH.T
-
-    def hidden_linear(self, rows, units) -> np.ndarray:
-        """Sum over pairs of positions, both sides whitened with a ridge of one mean eigenvalue."""
-        matrix = self.matrix
-        hidden = np.concatenate([hidden for hidden, *_ in rows])
-        delta = np.concatenate([residual for _, residual, _ in rows]) @ matrix
-        of_hidden, of_delta = (
-            np.linalg.inv(second + np.trace(second) / len(second) * np.eye(len(second)))
-            for second in (np.cov(hidden.T, bias=True), delta.T @ delta / len(delta))
-        )
-        out = np.zeros((len(rows), len(units)))
-        for i, (row_hidden, residual, _) in enumerate(rows):
-            for e, (unit_hidden, unit_residual, _) in enumerate(units):
-                states = (row_hidden - hidden.mean(0)) @ of_hidden @ (unit_hidden - hidden.mean(0)).T
-                out[i, e] = (states * (residual @ matrix @ of_delta @ (unit_residual @ matrix).T)).mean()
-        return out
-
     def embedding(self, rows, units) -> np.ndarray:
         """Use the gradient of the hidden state of position t as that of its embedding."""
         matrix = self.matrix
@@ -197,7 +173,7 @@ class Reference:
 
 
 def test_relevance_equals_the_float64_reference(root):
-    kernels = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear")
+    kernels = ("output_layer", "embedding", "knn")
     settings = world(root, features={"kernels": kernels, "sample_positions": 10**6})
     arrays_by_name = arrays(build_artifact(settings, root / "exact"))
     last = {"kernels": ("pooled",), "positions": "tail:32", "summary_positions": "tail:32"}
@@ -365,7 +341,6 @@ def test_cached_features_of_the_first_loop_equal_those_of_a_second_pass(root, tm
         ("pooled",),
         ("output_layer",),
         ("embedding", "knn"),
-        ("hidden_linear", "hidden_bias"),
         ("knn", "hidden_sketch"),
         ("product_sketch", "embedding", "residual_sketch"),
     ],
@@ -388,12 +363,11 @@ def test_the_rule_of_the_paper_builds_pooled_and_sketches_from_the_last_position
 
 
 def test_a_build_computes_the_kernels_of_the_scoring_rule_and_two_sketches():
-    for (which, train), named in KERNELS.items():
-        features = FeatureSettings(rule=which).decided(train)
-        assert features.kernels == (*named, *BOTH_SKETCHES)
-        assert BuiltRule.of(named, 1e9) == BuiltRule(dict.fromkeys(named, 1.0), train == "new"), (which, train)
-    assert {train for _, train in KERNELS} == {"new", "further", None}
-    assert not needs_backward(FeatureSettings(rule="forward").decided("further").kernels)
+    for train, named in KERNELS.items():
+        assert FeatureSettings().decided(train).kernels == (*named, *BOTH_SKETCHES)
+        assert BuiltRule.of(named, 1e9) == BuiltRule(dict.fromkeys(named, 1.0), train == "new"), train
+    assert set(KERNELS) == {"new", "further", None}
+    assert [needs_backward(KERNELS[train]) for train in ("new", "further")] == [False, True]
 
 
 def test_the_settings_of_the_paper_come_with_its_rule():
@@ -693,7 +667,7 @@ def test_a_build_killed_at_random_moments_resumes_to_the_uninterrupted_result(tm
 
 
 def with_paper(train: str) -> dict[str, tuple[str, ...]]:
-    return {"kernels": (*KERNELS["default", train], "pooled", *SKETCHES)}
+    return {"kernels": (*KERNELS[train], "pooled", *SKETCHES)}
 
 
 @pytest.fixture(scope="module")
@@ -797,23 +771,15 @@ def test_relevance_scale_is_a_power_of_two_even_for_units_without_relevance():
     assert np.array_equal(relevance_scale(np.zeros(3)), np.full(3, 2.0**-6))
 
 
-@pytest.mark.parametrize(
-    ("train", "rule", "kernels"),
-    [
-        ("new", "default", ("knn",)),
-        ("new", "forward", ("knn",)),
-        ("further", "default", ("gradient",)),
-        ("further", "forward", ("hidden_bias", "hidden_linear")),
-    ],
-)
-def test_the_way_to_train_selects_the_additional_kernels(root, tmp_path, train, rule, kernels):
-    settings = world(root, train=train, features={"rule": rule})
+@pytest.mark.parametrize(("train", "kernel"), [("new", "knn"), ("further", "gradient")])
+def test_the_way_to_train_selects_the_additional_kernel(root, tmp_path, train, kernel):
+    settings = world(root, train=train)
     artifact = ArtifactReader.open(build_artifact(settings, tmp_path / "artifact"))
-    assert set(artifact.kernels) == {"output_layer", "embedding", *kernels}
+    assert set(artifact.kernels) == {"output_layer", "embedding", kernel}
     assert {name for name in artifact.array_names if "sketch" in name} == set(BOTH_SKETCHES)
     assert artifact.manifest.settings["train"] == train
-    weights = dict.fromkeys(("output_layer", "embedding", *kernels), 1.0)
-    if "gradient" in kernels:
+    weights = dict.fromkeys(("output_layer", "embedding", kernel), 1.0)
+    if kernel == "gradient":
         moved = artifact.feature_settings["learning_rate_sum"]
         weights |= dict.fromkeys(("output_layer", "embedding"), round(moved / (moved + 0.02), 3))
     assert DEFAULT_PROTOCOL.resolved_for(artifact).match == weights

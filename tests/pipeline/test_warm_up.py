@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grasp.api.retrain import _settings_of_artifact
 from grasp.artifact.inspection import verify
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus import RowStore
@@ -17,6 +16,7 @@ from grasp.errors import ArtifactError, SettingsError
 from grasp.pipeline.build import add_replay, build
 from grasp.pipeline.build_plan import output_location, plan_build
 from grasp.pipeline.forecast import forecast
+from grasp.retraining.retrain import _settings_of_artifact
 from grasp.training.fine_tuning_recipe import FineTuningRecipe
 from tests.faults import Killed, raising
 from tests.pipeline.test_pipeline import Notes

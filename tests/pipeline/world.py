@@ -16,7 +16,7 @@ WORDS = ["water", "light", "cell", "river", "energy", "stone", "bird", "plant"]
 WORDS += ["metal", "star", "ocean", "wind", "heart", "blood", "salt", "iron"]
 TOPICS = ("earth", "life", "sky")
 SKETCHES = ("hidden_sketch", "residual_sketch", "product_sketch")
-FORWARD = ("output_layer", "embedding", "knn", "hidden_bias", "hidden_linear", "pooled", *SKETCHES)
+FORWARD = ("output_layer", "embedding", "knn", "pooled", *SKETCHES)
 EVERY = (*FORWARD, "gradient")
 
 

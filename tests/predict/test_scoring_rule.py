@@ -35,12 +35,12 @@ FULL = rule(
 
 
 def test_the_default_is_the_selected_rule_of_its_provenance():
-    """Three defaults, each what a build ranks by, and each with the best bound of what was tried, or level with it."""
+    """Two defaults, each what a build ranks by, and each with the best bound of what was tried, or level with it."""
     protocol = DEFAULT_PROTOCOL
     record = json.loads(files("grasp.predict").joinpath("default.provenance.json").read_text())
-    scratch, tuned, further = (record["defaults"][name] for name in ("from scratch", "fine-tuned", "further"))
+    scratch, further = (record["defaults"][name] for name in ("from scratch", "further"))
     arrays = [f"relevance_{kernel}" for kernel in ("pooled", "output_layer", "embedding")]
-    for default, last in ((scratch, ("knn",)), (tuned, ("hidden_bias", "hidden_linear")), (further, ("gradient",))):
+    for default, last in ((scratch, ("knn",)), (further, ("gradient",))):
         resolved = protocol.resolved_for(artifact_of([*arrays, *(f"relevance_{kernel}" for kernel in last)]))
         assert sorted(resolved.match) == sorted(default["match"])
         assert "ln V; measured at" in default["when"]
@@ -48,12 +48,10 @@ def test_the_default_is_the_selected_rule_of_its_provenance():
     assert (
         best["protocol"] == "retained | mean | embedding+output_layer (negative x 0.25) | no geometry | mean_relevance"
     )
-    assert max(tuned["best"], key=lambda candidate: candidate["lcb"])["match"] == tuned["match"]
     assert protocol.negative == 0.25
     assert type(protocol) is ScoringProtocol
     assert protocol.match == "auto"
     assert protocol.resolved_for(artifact_of([*arrays, "relevance_gradient"])).match == further["match"]
-    assert set(tuned["results"]) <= set(further["results"])
     assert set(protocol.selected_on) == {*best["results"], *further["results"]}
     assert set(protocol.selected_on) == set(protocol.selected_runs)
     assert protocol.selection_summary.endswith(", ".join(protocol.selected_on))
@@ -170,8 +168,4 @@ def test_files_that_are_not_protocols(tmp_path, text, message):
 
 def test_negative_relevance_by_gradients_has_full_weight():
     protocol = rule(name="tried", negative=0.25)
-    assert [protocol.negative_factor(kernel) for kernel in ("output_layer", "hidden_linear", "gradient")] == [
-        0.25,
-        0.25,
-        1.0,
-    ]
+    assert [protocol.negative_factor(kernel) for kernel in ("output_layer", "knn", "gradient")] == [0.25, 0.25, 1.0]

@@ -25,11 +25,12 @@ from grasp.pipeline.pipeline import build_artifact
 from grasp.pipeline.ray_cluster import ClusterSpec
 from grasp.retraining import worker as module
 from grasp.retraining.plan import fine_tuning_recipe, resolved_recipe, row_names
+from grasp.retraining.settings import retrain_settings
 from grasp.retraining.worker import Worker, retrain
 from grasp.runs.alignment import match_targets
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.training_runs import Run
-from grasp.settings import ModelSettings, build_settings, retrain_settings
+from grasp.settings import ModelSettings, build_settings
 from grasp.training.adamw import AdamWTraining
 from grasp.training.train import train
 from grasp.yaml_files import read_yaml, set_settings
@@ -53,7 +54,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from grasp.retraining.worker import retrain
-from grasp.settings import retrain_settings
+from grasp.retraining.settings import retrain_settings
 from grasp.yaml_files import read_yaml
 if __name__ == "__main__":
     retrain(retrain_settings(read_yaml(Path(sys.argv[1]))), Path(sys.argv[2]))
@@ -102,6 +103,26 @@ def whole(inputs, tmp_path_factory):
     """Train all runs without interruption."""
     out = tmp_path_factory.mktemp("whole") / "env"
     return retrain(settings(inputs), out)
+
+
+def test_mixtures_repeat_each_value_as_often_as_a_planned_run(inputs, tmp_path):
+    (tmp_path / "sizes.json").write_text('{"water": "10k", "light": "20M", "iron": "20M"}')
+    planned = {"planned_tokens": "1M", "source_tokens": str(tmp_path / "sizes.json"), "family": "dirichlet:topic"}
+    notes = []
+    runs = retrain(settings(inputs, **planned), tmp_path / "env", lambda status: notes.append(status.note))
+    store = RowStore.open(runs.path / "tokens")
+    tokens_N, topics = store.lengths(), store.table(0)["topic"].to_pylist()
+    run_tokens = 5 * 8 * tokens_N.mean()
+    (block,) = runs.subset_blocks(row_names(store))
+    for weight_N in block.weights_BN.toarray():
+        rows = [i for i in np.flatnonzero(weight_N) if topics[i] == "water"]
+        assert not rows or abs(tokens_N[rows].sum() - 10e3 * run_tokens / 1e6) <= tokens_N.max() / 2
+    (note,) = [note for note in notes if note and note.startswith("repeated more often")]
+    assert "light" in note
+    assert "water" not in note
+    assert runs.info.family is None
+    with pytest.raises(SettingsError, match="mixtures of a new model only"):
+        settings(inputs, **planned | {"family": "mixture:topic"})
 
 
 def test_utilities_equal_those_of_manual_training(inputs, whole):

@@ -16,7 +16,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.errors import ProtocolError, SettingsError
 from grasp.files import UNSIGNED, with_checksum
 from grasp.pipeline.pipeline import build_artifact
-from grasp.report.serve import QueryService
+from grasp.serving.serve import QueryService
 from grasp.settings import build_settings
 from grasp.vision.images import decode_image
 from tests.cli.grasp_command import refused, succeed

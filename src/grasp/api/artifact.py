@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from grasp.artifact.inspection import ArtifactInfo, VerifyReport
     from grasp.artifact.reader import ArtifactReader
     from grasp.inspect.explain import explain as _explain
-    from grasp.inspect.health import check as _check
     from grasp.pipeline.build import build as _build
-    from grasp.pipeline.merge import merge as _merge
     from grasp.report.build_report import report as _report
-    from grasp.report.serve import serve as _serve
     from grasp.results import Result
     from grasp.select.mix import mix as _mix
     from grasp.select.select import select as _select
@@ -127,18 +124,14 @@ class Artifact:
         explain = _typed(_explain)
         select = _typed(_select)
         mix = _typed(_mix)
-        check = _typed(_check)
         report = _typed(_report)
-        serve = _typed(_serve)
     else:
         score = _LazyMethod("grasp.api.score")
         predict = _LazyMethod("grasp.api.predict")
         explain = _LazyMethod("grasp.inspect.explain")
         select = _LazyMethod("grasp.select.select")
         mix = _LazyMethod("grasp.select.mix")
-        check = _LazyMethod("grasp.inspect.health")
         report = _LazyMethod("grasp.report.build_report")
-        serve = _LazyMethod("grasp.report.serve")
 
     def info(self) -> "ArtifactInfo":
         """Return arrays and their sizes, settings, fingerprints, and counts of skipped documents."""
@@ -166,5 +159,5 @@ def opened(function: "Callable[P, ArtifactReader]") -> Callable[P, Artifact]:
     return build_and_open
 
 
-if TYPE_CHECKING:  # `grasp.build` and `grasp.merge`
-    build, merge = opened(_build), opened(_merge)
+if TYPE_CHECKING:  # `grasp.build`
+    build = opened(_build)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from grasp.api.retrain import Place, Runs
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.errors import RunsError, SettingsError
@@ -26,13 +25,13 @@ from grasp.runs.evaluation import Evaluation, evaluate_predictions
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import MIN_SUBSETS, RESAMPLES
 from grasp.runs.predictions import Predictions
+from grasp.runs.table import Place, Runs
 from grasp.runs.training_runs import Role, TrainingRuns
 from grasp.text import parse_names
 
 SUMS = (  # sums of kernels that are evaluated, besides every kernel alone
     ("output_layer", "embedding"),
     ("output_layer", "embedding", "knn"),
-    ("output_layer", "embedding", "hidden_bias", "hidden_linear"),
 )
 
 

@@ -9,13 +9,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import NoReturn, TextIO, cast
 
-from grasp.cli import (  # noqa: F401 - commands register themselves
-    artifact_commands,
-    prediction_commands,
-    runs_commands,
-    selection_commands,
-    validation_commands,
-)
+from grasp.cli import artifact_commands, prediction_commands, selection_commands, validation_commands  # noqa: F401
 from grasp.cli.app import app
 from grasp.cli.console import PlainStream
 from grasp.entry_points import entries, load
@@ -23,10 +17,10 @@ from grasp.errors import GraspError
 from grasp.files import DISK_FULL_ERRORS
 from grasp.text import plain
 
-# Commands of optional subpackages and of other packages; a broken package must not break the commands of the others.
+# Commands of optional subpackages, then those of other packages: a broken package must not break those of GRASP.
 try:
-    for _name in entries("grasp.commands"):
-        app.add_typer(load("grasp.commands", _name))
+    for _point in sorted(entries("grasp.commands").values(), key=lambda point: not point.value.startswith("grasp.")):
+        app.add_typer(load("grasp.commands", _point.name))
 except GraspError as _error:
     print(f"note: {plain(str(_error))}", file=sys.stderr)
 

@@ -46,13 +46,8 @@ def _help_records(context: Any, parameters: Iterable[Any]) -> list[tuple[str, st
     return [(re.sub(r" <.*>$", "", record[0]), record[1]) for record in records if record is not None]
 
 
-RESUMABLE = (
-    "demo",
-    "build",
-    "apply",
-    "retrain",
-    "check-selection",
-)  # commands that continue from the finished parts of their output
+# commands that continue from the finished parts of their output
+RESUMABLE = ("demo", "build", "apply", "retrain", "check-selection")
 
 
 class Command(TyperCommand):
@@ -112,7 +107,7 @@ class CommandGroups(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the commands of every group, then the options."""
         width = max(map(len, self.commands))
-        groups = {group: list(names) for group, names in GROUPS.items()}
+        groups = {group: [name for name in names if name in self.commands] for group, names in GROUPS.items()}
         listed = {name for names in GROUPS.values() for name in names}
         for name, further in self.commands.items():  # of other packages
             if name not in listed:
@@ -147,7 +142,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle"}
+FLAGS = {"count": "-B", "k": "-k", "columns": "--weights", "oracles": "--oracle", "tolerance": "--within"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {
@@ -161,7 +156,7 @@ METAVARS = {
         "[VALUE:]AMOUNT": "floor cap",
         "SHARE": "distance false_positives",
         "TIMES": "max_repeat",
-        "N": "train_tokens",
+        "N": "train_tokens planned_tokens params tokens",
         "RULE": "documents",
         "ROLE": "role",
         "SIZE": "size",
@@ -169,6 +164,7 @@ METAVARS = {
         "COLUMN": "text_column id_column",
         "PATTERN": "columns metrics higher lower",
         "COMMAND": "train_command",
+        "FILE": "source_tokens",
         "PATH": "corpus",
         "DIR": "out runs development checkpoints model tokenizer",
         "further|new": "train",

@@ -1,15 +1,15 @@
-"""Commands that build and inspect artifacts: grasp build, merge, info, corpus, targets, verify."""
+"""Commands that build and inspect artifacts: grasp build, info, verify."""
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import grasp
 from grasp.cli.app import command, option, rare
 from grasp.cli.console import program
-from grasp.cli.options import Address, Assignments, ConfigFile, ModelOverrides, cluster_spec, merge_settings
+from grasp.cli.options import Address, Assignments, ConfigFile, cluster_spec, merge_settings
 from grasp.errors import SettingsError
 from grasp.progress_display import Watch
 from grasp.text import TRUNCATED, json_text, size_text, skipped_lines, skipped_text
@@ -138,122 +138,18 @@ def _print_summary(out: str, artifact: "ArtifactReader") -> None:
         print(f"next: {program()} {shlex.join(score)}")
 
 
-@command(
-    "grasp build --model ./ckpt --corpus news --targets sciq --out news-art",
-    "grasp build --model ./ckpt --corpus code --targets sciq --like news-art --out code-art",
-    "grasp merge news-art code-art --out art",
-)
-def merge(
-    parts: list[str] = typer.Argument(..., metavar="ART", help="Two or more artifacts, in the order of the rows."),
-    out: Path = option("--out DIR", "New directory for the artifact."),
-) -> None:
-    """Merge artifacts of different sources into one.
-
-    They must have the same model, features, moments and targets: build the later ones with --like. Texts are not
-    copied: use the original artifacts for explain and select --export.
-    """
-    with Watch() as watch:
-        artifact = grasp.merge(parts, out, progress=watch)
-    print(f"{out}: {len(artifact):,} rows of {len(parts)} artifacts, targets: {', '.join(artifact.targets)}")
-
-
-@command("grasp info art", "grasp info art --check --runs dev")
+@command("grasp info art")
 def info(
     path: Path = typer.Argument(..., metavar="ART", help="Directory or URL of an artifact or a scorer."),
     as_json: bool = option("--json", "Print JSON.", False),
-    check_health: bool = option("--check", "Check the approximations of the artifact on its own rows instead.", False),
-    runs: Path | None = option(
-        "--runs DIR", "With --check: retrained subsets whose order is compared with predictions.", None
-    ),
-    protocol: Path | None = rare("--protocol FILE", "Protocol to predict with. Default: the built-in one.", None),
-    assignments: ModelOverrides = [],
 ) -> None:
-    """Describe an artifact or a scorer, or check an artifact.
-
-    Each line of --check has the healthy range of a value, and what to change if it is outside. Features that were not
-    stored are computed again with the model, if it is available.
-    """
+    """Describe an artifact or a scorer."""
     from grasp.artifact.inspection import info as describe
     from grasp.file_readers import claimed
 
-    if check_health:
-        overrides = merge_settings(None, assignments, {})
-        health = grasp.open(path).check(runs=runs, protocol=protocol, overrides=overrides)
-        print(health.to_json() if as_json else health)
-        return
-    for flag, value in (("--runs", runs), ("--protocol", protocol), ("--set", assignments)):
-        if value:
-            raise SettingsError(f"{flag}: requires --check")
     claim = claimed("output", path)
     summary = describe(path) if claim is None else claim.reader.read(path)
     print(json_text(summary.to_dict()) if as_json else summary)
-
-
-PreviewModel = Annotated[
-    str | None, option("--model DIR", "Model whose tokenizer divides texts into tokens. Default: none are counted.")
-]
-
-
-def _print_preview(group: str, assign: list[str], flags: dict[str, Any], **options: Any) -> None:
-    """Print the preview of a corpus or of targets: `group` is that of the settings, `options` are of the function."""
-    from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
-    from grasp.yaml_files import require_flags, validated
-
-    previews: dict[str, tuple[Any, Any]] = {
-        "corpus": (grasp.preview_corpus, CorpusSettings),
-        "targets": (grasp.preview_targets, TargetSettings),
-    }
-    preview, settings_class = previews[group]
-    data = merge_settings(None, assign, flags)
-    if idle := sorted(data.keys() - {group, "model"}):
-        raise SettingsError(f"--set {idle[0]}: no effect on a preview, which reads settings of {group} and model")
-    model = data.get("model", {})
-    if isinstance(model, dict) and model.keys() <= {"tokenizer"}:
-        options["tokenizer"] = validated(ModelSettings, {"path": "", **model}, "model").tokenizer
-    else:
-        require_flags(data, {"--model": "model.path"}, "--set model")
-        options["model"] = validated(ModelSettings, model, "model")
-    print(preview(validated(settings_class, data[group], group), **options))
-
-
-@command(
-    "grasp corpus web.jsonl.gz",
-    "grasp corpus chats.json --model ./ckpt",
-    name="corpus",
-    verb="grasp.pipeline.preview",
-    python="tokenizer",
-)
-def preview_corpus(
-    corpus: str = typer.Argument(..., metavar="FILE", help="Corpus: a file, directory, URL or hub dataset."),
-    model: PreviewModel = None,
-    assign: Assignments = [],
-    **params: Any,
-) -> None:
-    """Show what a build would read of a corpus.
-
-    Prints rows, labels, columns and records left out, and examples. Labels are listed with the option of grasp predict
-    that predicts by them. The model is not run, and nothing is written.
-    """
-    _print_preview("corpus", assign, {"corpus.path": corpus, "model.path": model}, **params)
-
-
-@command("grasp targets sciq", "grasp targets quiz.jsonl@margin --model ./ckpt")
-def targets(
-    names: list[str] = typer.Argument(
-        ..., metavar="NAMES", help="Tasks, or files of questions; NAME@margin for multiple choice."
-    ),
-    model: PreviewModel = None,
-    assign: Assignments = [],
-) -> None:
-    """Show what a build would read of targets.
-
-    Prints the number of units and of tokens with loss, and examples as the model sees them. The model is not run, and
-    nothing is written.
-    """
-    from grasp.targets.load import split_names
-
-    split = [name for text in names for name in split_names(text)]
-    _print_preview("targets", assign, {"targets.names": split, "model.path": model})
 
 
 @command("grasp verify art")

@@ -1,7 +1,6 @@
-"""Commands that predict effects: grasp score, predict, explain, report, serve."""
+"""Commands that predict effects: grasp score, predict, explain, report."""
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,38 +107,6 @@ def report(
     with Watch() as watch:
         page = artifact.report(out, **params, progress=watch)
     print(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)")
-
-
-@command(
-    "grasp serve art",
-    "grasp serve art --port 0 --runs runs",
-    "grasp serve art --mcp",
-    verb="grasp.report.serve",
-)
-def serve(
-    art: Art,
-    port: int = option("--port N", "Port on this machine; 0: any free port.", 8765, min=0, max=65535),
-    mcp: bool = option("--mcp", "Serve an agent over stdin and stdout (Model Context Protocol) instead.", False),
-    **params: Any,
-) -> None:
-    """Serve a live report to a browser, or tools to an agent.
-
-    The server listens on localhost only, and never writes to the artifact.
-    """
-    from grasp.report.serve import serve, serve_mcp
-
-    artifact = grasp.open(art).files
-    with suppress(KeyboardInterrupt):
-        if mcp:
-            serve_mcp(artifact, **params)
-        else:
-            serve(
-                artifact,
-                port=port,
-                on_start=lambda address: print(f"{address}; stop with Ctrl-C", flush=True),
-                **params,
-            )
-    print("stopped", file=sys.stderr)
 
 
 @command(

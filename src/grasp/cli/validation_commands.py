@@ -1,4 +1,4 @@
-"""Commands that evaluate predictions: grasp retrain, evaluate, methods."""
+"""Commands that evaluate predictions: grasp evaluate, methods."""
 
 import textwrap
 from pathlib import Path
@@ -7,18 +7,9 @@ from typing import Any
 import typer
 
 import grasp
-from grasp.cli.app import command, option, rare
-from grasp.cli.console import check_outputs, print_evaluation, print_result
-from grasp.cli.options import (
-    Address,
-    Art,
-    Assignments,
-    ConfigFile,
-    JsonFile,
-    cluster_spec,
-    merge_settings,
-    split_names,
-)
+from grasp.cli.app import command, option
+from grasp.cli.console import check_outputs, print_evaluation
+from grasp.cli.options import Art, JsonFile, split_names
 from grasp.errors import SettingsError
 from grasp.extras import install_hint
 from grasp.progress_display import Watch
@@ -61,55 +52,6 @@ def methods(
         default = "required" if info.is_required() else f"default {info.get_default(call_default_factory=True)!r}"
         print(f"\n{field}, {default}")
         print(textwrap.fill(info.description or "", width=100, initial_indent="    ", subsequent_indent="    "))
-
-
-@command(
-    "grasp retrain --corpus corpus.parquet --targets sciq --family mixture:topic --out env",
-    "grasp retrain --like art --family mixture:topic --out env",
-    "grasp retrain --out env --resume -B 64",
-    "grasp retrain --like art --train-command 'python train.py --data {corpus} --out {checkpoint}' --out env",
-    "grasp retrain --like art --train further --recipe dpo.yaml --family uniform:0.5 --out env",
-    "grasp retrain --out env --resume --engine ray --workers 16 --address auto",
-    verb="grasp.api.retrain",
-    more="model loss workers train_command",
-    python="text_column id_column",
-)
-def retrain(
-    settings: ConfigFile = None,
-    assign: Assignments = [],
-    print_jobs: bool = rare(
-        "--print-jobs",
-        "Score checkpoints of earlier jobs; print a shell line per remaining run of --train-command.",
-        False,
-    ),
-    engine: str = rare(
-        "--engine NAME", "local: processes on this machine; ray: a Ray cluster whose nodes share --out.", "local"
-    ),
-    address: Address = None,
-    **params: Any,
-) -> None:
-    params["targets"] = split_names(params["targets"])
-    settings_data = merge_settings(settings or {}, assign, {}) if settings or assign else None
-    spec = cluster_spec(engine, params["workers"], address, None)
-    with Watch() as watch:
-        retrained = grasp.retrain(
-            **params, settings=settings_data, jobs=print if print_jobs else None, cluster=spec, progress=watch.runs
-        )
-    if not (print_jobs and retrained.pending()):  # with --print-jobs, standard output has nothing but shell lines
-        print_result(retrained.summary())
-
-
-@command(
-    "grasp check-selection art --selection kept.json --out check",
-    name="check-selection",
-    verb="grasp.api.check_selection",
-)
-def check_selection(art: Art, **params: Any) -> None:
-    from grasp.api.check_selection import check_selection as check
-
-    with Watch() as watch:
-        result = check(grasp.open(art).files, **params, progress=watch.runs)
-    print_result(result)
 
 
 @command(

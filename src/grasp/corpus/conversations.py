@@ -517,6 +517,18 @@ TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "ima
 PROMPT_SETTINGS: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
 
+def column_notes(roles: Mapping[str, str], labels: Sequence[str], ignored: Sequence[str]) -> list[str]:
+    """Return notes on the columns of a corpus: their roles, those that cannot be labels, and an unused pair."""
+    columns = ", ".join(f"{role} from {column!r}" for role, column in roles.items())
+    notes = [f"columns: {columns or 'none'}"]
+    if ignored:
+        notes.append(
+            f"left out: {', '.join(ignored)} (binary, lists of numbers or of records); request a value by its path, "
+            f"e.g. --set corpus.label_paths=[{ignored[0]}.0]"
+        )
+    return notes + unread_notes(roles, [*labels, *ignored])
+
+
 def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> list[str]:
     """Return notes on columns that are not read although trainers read columns of that name.
 

@@ -7,6 +7,8 @@ The tools differ in what their weights are:
     llama-factory  dataset and interleave_probs, shares of documents (of examples)
     axolotl        datasets: one entry per repetition of the documents, the last one with a part of the split
     datatrove      a Python module with one pipeline per repetition; SamplerFilter selects a part of the documents
+    torchtitan     a Python module with WEIGHTS of interleaved sources, shares of tokens (of packed rows of one length)
+    nemo-automodel dataset.paths and domain_mixture, shares of tokens
     yaml, csv      shares of rows, tokens and documents, and the number of repetitions of each row
 
 In file names, special characters of label values are replaced; a comment records the original.
@@ -101,7 +103,12 @@ def _axolotl(weights: MixtureWeights) -> tuple[str, str]:
     return text, "one entry per repetition of the documents; set path and type"
 
 
-MODULE = '''"""A mixture by {label}: number of repetitions of the documents of each value."""
+def _in_docstring(label: str) -> str:
+    """Return the name of a label without characters that end a docstring."""
+    return re.sub(r'["\\]', "", " ".join(label.split()))
+
+
+DATATROVE_MODULE = '''"""A mixture by {label}: number of repetitions of the documents of each value."""
 
 from datatrove.pipeline.filters import SamplerFilter
 from datatrove.pipeline.readers import JsonlReader
@@ -127,8 +134,46 @@ def _datatrove(weights: MixtureWeights) -> tuple[str, str]:
         if times > 0
     }
     mixture = "{\n" + "".join(f"    {value!r}: {pair!r},\n" for value, pair in pairs.items()) + "}"
-    label = re.sub(r'["\\]', "", " ".join(weights.label.split()))
-    return MODULE.format(label=label, mixture=mixture), "pipelines(*steps); numbers are repetitions of documents"
+    return DATATROVE_MODULE.format(
+        label=_in_docstring(weights.label), mixture=mixture
+    ), "pipelines(*steps); numbers are repetitions of documents"
+
+
+TORCHTITAN_MODULE = '''"""A mixture by {label}: shares of tokens, for sources that are packed before they are mixed.
+
+torchtitan 0.3:  InterleavedHuggingFaceTextDataLoader.Config(
+                     sources=[HFDataSource(dataset=name, weight=weight) for name, weight in WEIGHTS.values()])
+with Grain:      DatasetMixConfig(
+                     datasets=tuple(WeightedDataset(dataset=packed[name], weight=weight) ...))
+"""
+
+# Value: name of its dataset, and its share of the tokens.
+WEIGHTS = {mixture}
+'''
+
+
+def _torchtitan(weights: MixtureWeights) -> tuple[str, str]:
+    pairs = zip(weights.values, weights.names(), weights.shares("tokens").tolist(), strict=True)
+    mixture = "".join(f"    {value!r}: {(name, share)!r},\n" for value, name, share in pairs if share > 0)
+    text = TORCHTITAN_MODULE.format(label=_in_docstring(weights.label), mixture="{\n" + mixture + "}")
+    return text, "WEIGHTS are shares of tokens; set the names of the datasets"
+
+
+def _nemo_automodel(weights: MixtureWeights) -> tuple[str, str]:
+    share_of = _positive_shares(weights, "tokens")
+    path_of = {name: f"data/{name}{PREFIX}" for name in share_of}
+    comments = (
+        "NeMo Automodel: weights are shares of tokens. Set paths, and merge with your recipe.",
+        "domain_mixture reports the loss of each domain. It requires a loss_fn with reduction: sum, and no packing,",
+        "pipeline or context parallelism. dataset.paths alone trains on the same mixture.",
+    )
+    domains = [
+        {"name": name, "path": path_of[name], "sampling_weight": share, "objective_weight": share}
+        for name, share in share_of.items()
+    ]
+    paths = [word for name, share in share_of.items() for word in (repr(share), path_of[name])]
+    data = {"dataset": {"paths": paths}, "domain_mixture": {"domains": domains}}
+    return _yaml_with_comments(weights, comments, data), "weights are shares of tokens; set paths"
 
 
 def _yaml(weights: MixtureWeights) -> tuple[str, str]:
@@ -169,15 +214,13 @@ def _read_megatron(path: Path) -> Weights:
     return dict(zip(names, map(float, words[::2]), strict=True))
 
 
-def _read_datatrove(path: Path) -> Weights:
-    """Read the literal that is assigned to MIXTURE; the module is parsed, not executed."""
+def _read_module(path: Path) -> Weights:
+    """Read the literal that is assigned to MIXTURE or WEIGHTS; the module is parsed, not executed."""
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and any(
-            getattr(target, "id", None) == "MIXTURE" for target in statement.targets
-        ):
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) in ("MIXTURE", "WEIGHTS"):
             pairs = ast.literal_eval(statement.value)
             return {str(value): float(pair[1]) for value, pair in pairs.items()}
-    raise ValueError("has no MIXTURE")
+    raise ValueError("has no MIXTURE or WEIGHTS")
 
 
 def _read_llama_factory(path: Path) -> Weights:
@@ -193,10 +236,10 @@ def _read_csv(path: Path) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class MixtureFormat:
-    """A reader of `mixture`, see `grasp.mixtures`: of files with a suffix, or of YAML files with a field.
+    """A reader of `mixture`, see `grasp.mixtures`: of files with a suffix, or of files with a field.
 
     Attributes:
-        key: the suffix, or the name of the field.
+        key: the suffix, the name of a field of YAML files, or that of a variable of Python modules, in upper case.
         measure: what the weights are: shares of tokens or documents, or times.
         weights_of: function that returns the weight of each name in a file.
         write: function that returns the text of a file, and a description of its weights.
@@ -210,13 +253,20 @@ class MixtureFormat:
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Return the suffixes of its files, the one that is written first."""
-        return (self.key,) if self.key.startswith(".") else YAML
+        if self.key.startswith("."):
+            return (self.key,)
+        return (".py",) if self.key.isupper() else YAML
 
     def claims(self, path: Path) -> str:
         """Return why it reads a file; empty if it does not."""
         if self.key.startswith("."):
             return f"it ends in {self.key}" * (path.suffix == self.key)
-        return f"it has the field {self.key}" if path.suffix in YAML and self.key in read_yaml(path) else ""
+        if path.suffix not in self.suffixes:
+            return ""
+        if self.key.isupper():
+            assigned = re.findall(r"^(\w+) = ", path.read_text(encoding="utf-8"), re.MULTILINE)
+            return f"it assigns {self.key}" * (self.key in assigned)
+        return f"it has the field {self.key}" * (self.key in read_yaml(path))
 
     def read(self, path: Path) -> MixtureFile:
         """Return the weights by label value, which a comment gives if it differs from the name in the file."""
@@ -239,6 +289,15 @@ SHARES = MixtureFormat(
     lambda path: {str(value): float(share) for value, share in read_yaml(path)["weights"]["tokens"].items()},
     _yaml,
 )
-DATATROVE = MixtureFormat(".py", "times", _read_datatrove, _datatrove)
+NEMO_AUTOMODEL = MixtureFormat(
+    "domain_mixture",
+    "tokens",
+    lambda path: {
+        entry["name"]: float(entry["sampling_weight"]) for entry in read_yaml(path)["domain_mixture"]["domains"]
+    },
+    _nemo_automodel,
+)
+DATATROVE = MixtureFormat("MIXTURE", "times", _read_module, _datatrove)
+TORCHTITAN = MixtureFormat("WEIGHTS", "tokens", _read_module, _torchtitan)
 MEGATRON = MixtureFormat(".txt", "tokens", _read_megatron, _megatron)
 CSV = MixtureFormat(".csv", "tokens", _read_csv, _csv)

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from grasp.runs.import_runs import float_column
+from grasp.runs.table import float_column
 
 
 def claims(table: pa.Table) -> str:

@@ -1,5 +1,4 @@
-"""Inspect an artifact: explanations of rows, and health checks.
+"""Explain the effect of a row on a target by its words.
 
-In: an artifact, and its model and corpus if rows are recomputed. Out: results that print themselves. Start with
-`explain.explain` (effects of single words) or `health.check` (validity of the approximations).
+In: an artifact, its model and its corpus. Out: results that print themselves. Start with `explain.explain`.
 """

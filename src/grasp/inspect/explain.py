@@ -34,15 +34,16 @@ from grasp.artifact.manifest import UNITS
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import indices_of_row_ids, only_target
 from grasp.corpus.row_store import TokenRows
-from grasp.errors import ProtocolError
+from grasp.errors import ModelError, ProtocolError
+from grasp.hub import fetched_before
 from grasp.inspect.explanation import EffectTerms, Explanation, by_word, dominant_word_notes, join_words
-from grasp.inspect.rescoring import reopen_source
 from grasp.kernel_table import REPLAY
 from grasp.kernels.gradient import Gradient
 from grasp.kernels.kernel import kernel_class
 from grasp.models.batch import Batch, UnitGradients
 from grasp.models.build_source import BuildSource
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, pad_rows
+from grasp.models.checkpoint import REPOSITORY
 from grasp.models.forward_pass import position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import PooledFeatures
@@ -117,7 +118,16 @@ class Explainer:
 
     @cached_property
     def _source(self) -> BuildSource:
-        return reopen_source(self.artifact, self._overrides)
+        source = BuildSource(self.artifact, self._overrides)
+        _ = source.rows  # loads the rows, so that their errors precede those of the model
+        name = source.settings.model.path
+        if not (Path(name).exists() or (REPOSITORY.fullmatch(name) and fetched_before(name))):
+            raise ModelError(
+                f"model.path: {name}: no such local model; restore it, or pass its present directory with --set "
+                "model.path=DIR"
+            )
+        _ = source.model
+        return source
 
     def explain(
         self,

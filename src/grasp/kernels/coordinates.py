@@ -178,8 +178,8 @@ class SampledGradients:
                     raise
         if engine is None:
             raise ModelError(
-                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(skipped_layers[:3])}); use "
-                "--rule forward"
+                f"{type(root).__name__}: no layer has per-example gradients ({', '.join(skipped_layers[:3])}); build "
+                "without: --set features.kernels=[output_layer,embedding,hidden_sketch,residual_sketch]"
             )
         requested, n_parameters = settings.gradient_coordinates, engine.layers.size
         if isinstance(requested, int) and requested > n_parameters:

@@ -2,8 +2,7 @@
 
 Optional subpackage, found through the entry points `grasp.protocols`, `grasp.kernels` and `grasp.commands`. Input: an
 artifact with sketches, and a protocol that weighs their geometry (`protocol`). Output: predictions for subsets
-(`interaction_predictor`). `calibrate` selects a protocol on development runs, `controls` evaluates ablations,
-`sketch_checks` measures the quality of the sketches.
+(`interaction_predictor`). `calibrate` selects a protocol on development runs, `controls` evaluates ablations.
 
 Start with `subset_sums`, which defines the geometric components, then `terms` and `interaction_predictor`.
 """

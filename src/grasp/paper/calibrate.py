@@ -10,7 +10,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import ArtifactReader, Opened
 from grasp.paper.candidates import ProtocolFamily, family_for, load_family
 from grasp.paper.development_runs import bind_developments
@@ -26,6 +25,7 @@ from grasp.predict.scoring_rule import ScoringProtocol, save_protocol
 from grasp.results import Result
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import RESAMPLES
+from grasp.runs.table import Place, Runs
 from grasp.runs.training_runs import TrainingRuns
 from grasp.text import parse_names
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from grasp.api.evaluate import compare
-from grasp.api.retrain import Place, Runs
 from grasp.artifact.reader import Opened
 from grasp.errors import SettingsError
 from grasp.paper.calibrate import bind_all_runs
@@ -30,6 +29,7 @@ from grasp.runs.alignment import read_cost
 from grasp.runs.evaluation import Evaluation
 from grasp.runs.imported_runs import bind_runs
 from grasp.runs.metrics import RESAMPLES
+from grasp.runs.table import Place, Runs
 
 SIDES: tuple[Side, ...] = ("retained", "omitted")
 

@@ -161,11 +161,5 @@ class InteractionProtocol(RegisteredProtocol):
 
         return bind(artifact, self, units, sketches=sketches, per_unit=per_unit)
 
-    def checks(self, sample: Any) -> list[Any]:
-        """Return checks of the pooled kernel, and of the sketches if the protocol has geometric components."""
-        from grasp.paper.sketch_checks import check_sketches  # noqa: PLC0415 - it imports this module
-
-        return list(check_sketches(sample, self))
-
 
 PAPER = InteractionProtocol.built_in()

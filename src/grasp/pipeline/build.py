@@ -93,7 +93,7 @@ def build(
             Default: as the checkpoint records, e.g. references of grasp retrain.
         loss: loss of the training: tokens, the cross-entropy of texts or answers; or dpo, for preference pairs with
             chosen and rejected answers. Default: tokens.
-        rule: set of kernels: default, forward (without backward passes) or paper.
+        rule: set of kernels: default or paper.
         dtype: dtype of the model: float32, bfloat16 or float16. Default: float32 on a CPU, else bfloat16.
         keep_features: store features, 2 to 6 kB per token, so that --add-target needs no other pass over the corpus.
         like: use the moments (means and variances of features) of this artifact, so that grasp merge can merge both.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grasp.artifact.reader import ArtifactReader
+from grasp.corpus.conversations import column_notes
 from grasp.corpus.documents import Corpus
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.sources import Source, open_source
@@ -25,7 +26,6 @@ from grasp.models.checkpoint import check_readable
 from grasp.models.forward_pass import Reference, Units
 from grasp.models.tokenizer import HfTokenizer
 from grasp.pipeline.model_pass import ModelPass
-from grasp.pipeline.preview import column_notes
 from grasp.progress import Progress
 from grasp.readers import load_reader
 from grasp.settings import BuildSettings

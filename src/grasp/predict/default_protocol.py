@@ -47,12 +47,11 @@ _SELECTED_ON = {
 # Selected by the highest lower confidence bound, out of the additive protocols of
 # experiments/lds_main/additive.yaml and the kernels of experiments/finetune; default.provenance.json has the bounds.
 # The kernels combined with output_layer and embedding depend on the training: knn for a new model; gradient, with a
-# quarter each of output_layer and embedding, for further training (experiments/finetune/further.json), or hidden_bias
-# and hidden_linear if the artifact was built without a backward pass (experiments/finetune/choice.json).
+# quarter each of output_layer and embedding, for further training (experiments/finetune/further.json).
 DEFAULT_PROTOCOL = ScoringProtocol(
     name="default",
     match="auto",
-    negative=0.25,  # selected for output_layer + embedding, and used for the other forward-pass kernels
+    negative=0.25,  # selected for output_layer + embedding, and used for knn
     selected_on=tuple(f"{name}/{target}" for (name, _), targets in _SELECTED_ON.items() for target in targets),
     selected_runs={f"{name}/{target}": runs for (name, runs), targets in _SELECTED_ON.items() for target in targets},
 )

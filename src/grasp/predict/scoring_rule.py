@@ -216,17 +216,6 @@ class RegisteredProtocol(ScoringProtocol):
     ) -> "Predictor":
         """Create the predictor of a resolved protocol; see `Predictor.from_artifact` for the arguments."""
 
-    def checks(self, sample: Any) -> list[Any]:
-        """Return further checks of `grasp check`.
-
-        Args:
-            sample: a `grasp.inspect.health.SampledArtifact`.
-        Returns:
-            Results of the class `grasp.inspect.health_metrics.Check`.
-        """
-        del sample
-        return []
-
 
 def kernel_weights(protocol: ScoringProtocol) -> dict[str, float]:
     """Return the kernels of a resolved protocol with their weights."""

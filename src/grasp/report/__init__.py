@@ -1,4 +1,4 @@
-"""HTML report of an artifact: one self-contained file, or a live page and MCP tools (`serve`).
+"""HTML report of an artifact: one self-contained file, or the live page of `grasp.serving`.
 
 Input: an artifact; optionally retrained runs, a selection, a mixture and a table of suspicious rows. Start with
 `build_report.report`; `findings` collects every number and text of the page, `page` renders them.

@@ -1,8 +1,13 @@
-"""Train models on subsets of a corpus, and record their losses, which `grasp.runs` compares with predictions.
+"""Models trained on subsets of a corpus: an optional subpackage that is found by entry points.
 
-    plan           validate and write recipe, tokenizer, rows, units and subsets before the first run
-    worker         train and score the runs, with any number of workers
-    train_command  runs that are trained by a command of the user
+Input: a corpus, targets, and a family of subsets. Output: retrained runs with their losses, which `grasp.runs` compares
+with predictions.
 
-Start with `worker.retrain`. The public function is `grasp.retrain` in `grasp.api`.
+    retrain          the function `grasp.retrain`; `settings` has the settings in `run.yaml`
+    plan             validate and write recipe, tokenizer, rows, units and subsets before the first run
+    worker           train and score the runs, with any number of workers
+    train_command    runs that are trained by a command of the user
+    check_selection  compare models trained on a selection with those of other rows
+
+Start with `worker.retrain`; `commands` adds `grasp retrain` and `grasp check-selection`.
 """

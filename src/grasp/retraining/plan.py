@@ -24,10 +24,13 @@ from grasp.pipeline.proxy import tokenizer_texts
 from grasp.predict.families import parse_family
 from grasp.predict.subset_tables import RowIndex, read_subsets
 from grasp.predict.weights import SubsetBlock
+from grasp.progress import RetrainStatus
+from grasp.retraining.settings import RetrainSettings
 from grasp.retraining.train_command import ROWS, command_words, write_corpus
 from grasp.runs.retrained import MARKER, RetrainedRuns, is_environment
 from grasp.runs.training_runs import ALL_SUFFIX, FamilyInfo, RunsInfo, TargetInfo
-from grasp.settings import ModelSettings, RetrainSettings
+from grasp.select.matched_repetition import PlannedRun, match_repetition
+from grasp.settings import ModelSettings
 from grasp.store.locks import locked
 from grasp.targets import Unit, UnitSet, load_units
 from grasp.targets.units import LOSS, UnitTokens
@@ -40,10 +43,10 @@ PURPOSE = "evaluation"  # name of the random stream; calibration families have a
 SHARD_ROWS = 4096
 TOKENIZER_RECORD = "trained_on.json"  # record in the directory of a tokenizer that was trained on the corpus
 COMMAND_CONTEXT = 1024  # default maximum length of rows and units for a train command, in tokens
-Stage = Callable[[str], None]  # callback that receives the name of a stage: "tokenizer", "rows"
+Report = Callable[[RetrainStatus], None]  # callback that receives the stages "tokenizer" and "rows", and notes
 
 
-def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns:
+def prepare(settings: RetrainSettings, out: Path, report: Report) -> RetrainedRuns:
     """Create or open the directory of a retraining: validate and write rows, units and subsets.
 
     Only one process prepares a directory; others wait for it.
@@ -57,9 +60,9 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
     claim_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
         if not settings.tokenizer and settings.train == "new":
-            _train_tokenizer(settings, recipe, out, stage)
+            _train_tokenizer(settings, recipe, out, report)
         tokenizer = tokenizer_of(settings, recipe, out)
-        stage("rows")
+        report(RetrainStatus("rows"))
         # Rows of another corpus may be replaced as long as no runs depend on them.
         store = RowStore.write(
             out / "tokens", settings.corpus, tokenizer, shard_rows=SHARD_ROWS, replace=not is_environment(out)
@@ -95,7 +98,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
                 )
                 for name, units in targets.items()
             },
-            family=None if settings.subsets else family,
+            family=None if settings.subsets or settings.planned_tokens else family,
             subset_ids=(),
             masks_checksum="",
             made_by={
@@ -107,7 +110,7 @@ def prepare(settings: RetrainSettings, out: Path, stage: Stage) -> RetrainedRuns
             },
         )
         rows = row_names(store)
-        retrained = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe), rows)
+        retrained = RetrainedRuns.create(out, info, _subsets(settings, store, rows, recipe, report), rows)
         write_yaml(settings.model_dump(mode="json"), out / "run.yaml")
     return retrained
 
@@ -195,7 +198,7 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
     return HfTokenizer(tokenizer, vocab_size=vocab_size)
 
 
-def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, stage: Stage) -> None:
+def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, report: Report) -> None:
     """Train a tokenizer on the corpus, unless there is one of this corpus, or one that runs depend on."""
     directory = out / "tokenizer"
     source = open_source(settings.corpus.path, settings.corpus.split)
@@ -210,7 +213,7 @@ def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Pat
     known = record.read_text(encoding="utf-8") if record.exists() else ""
     if directory.exists() and (is_environment(out) or known == trained_on):
         return
-    stage("tokenizer")
+    report(RetrainStatus("tokenizer"))
 
     discard(directory)
     with atomic_path(directory) as part:
@@ -247,7 +250,7 @@ def recorded_units(
 
 
 def _subsets(
-    settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe
+    settings: RetrainSettings, store: RowStore, rows: RowIndex, recipe: TrainingRecipe, report: Report
 ) -> Iterator[SubsetBlock]:
     """Yield the subsets of a file or of a family, each with the rows of a batch at least."""
     if settings.subsets:
@@ -267,6 +270,13 @@ def _subsets(
             labels = table.column(family.label, "family")
         n_rows, seed = store.n_rows, settings.family_seed
         blocks = family.draw(settings.n_subsets, n_rows=n_rows, labels=labels, seed=seed, purpose=PURPOSE)
+        if plan := PlannedRun.parse(settings.planned_tokens, settings.source_tokens):
+            assert labels is not None  # by the settings
+            tokens_N = store.lengths()
+            run_tokens = recipe.steps * recipe.batch_rows * tokens_N.mean()
+            blocks, notes = match_repetition(blocks, plan, labels, tokens_N, run_tokens)
+            for note in notes:
+                report(RetrainStatus("rows", note=note))
     for block in blocks:
         for name, size in zip(block.subset_ids, block.sizes_B, strict=True):
             if size < recipe.batch_rows:

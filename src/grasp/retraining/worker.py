@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from grasp.models.checkpoint import device_of
 from grasp.models.unit_loss import evaluate_units
 from grasp.pipeline.ray_cluster import ClusterSpec, connected
 from grasp.pipeline.replay_plan import make_trainable
+from grasp.progress import RetrainStatus
 from grasp.retraining.plan import (
     fine_tuning_recipe,
     fitted_lengths,
@@ -44,10 +45,10 @@ from grasp.retraining.plan import (
     row_names,
     tokenizer_of,
 )
+from grasp.retraining.settings import RetrainSettings
 from grasp.retraining.train_command import command_words, job_line, job_of, utility_by_command
 from grasp.runs.retrained import FAILED_DIRECTORY, RetrainedRuns
 from grasp.runs.training_runs import WHOLE_CORPUS_RUN, Run
-from grasp.settings import RetrainSettings
 from grasp.store.locks import keep_renewed
 from grasp.targets.units import UnitTokens
 from grasp.text import duration_text
@@ -56,32 +57,6 @@ from grasp.training.train import train
 
 POLL_SECONDS = 2.0  # between checks whether other workers have finished
 TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
-
-
-@dataclass(frozen=True, slots=True)
-class RetrainStatus:
-    """The state of a retraining.
-
-    Attributes:
-        stage: recipe, tokenizer, rows, runs or cost.
-        done: number of runs with a result.
-        total: number of runs.
-        running: name of the current run of this worker; empty if there is none.
-        step: finished steps of the current run.
-        steps: steps of a run.
-        seconds_left: extrapolated from the runs that finished during this call; None: unknown.
-        note: what the recipe has that the training does not follow, at first; after the first steps, the estimated cost
-            of the remaining training.
-    """
-
-    stage: str
-    done: int = 0
-    total: int = 0
-    running: str = ""
-    step: int = 0
-    steps: int = 0
-    seconds_left: float | None = None
-    note: str | None = None
 
 
 Progress = Callable[[RetrainStatus], None]
@@ -115,7 +90,7 @@ def retrain(
     settings = fitted_lengths(settings)
     if settings.train == "further" and (notes := fine_tuning_recipe(settings).notes):
         report(RetrainStatus("recipe", note="\n".join(notes)))
-    retrained = prepare(settings, out, lambda stage: report(RetrainStatus(stage)))
+    retrained = prepare(settings, out, report)
     discard(retrained.path / FAILED_DIRECTORY)  # failed runs are retried
     clock = _Clock(retrained)
     if jobs is not None:

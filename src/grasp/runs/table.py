@@ -1,4 +1,4 @@
-"""Imported runs: the training mixture and the results of each run. Created by `grasp.runs.import_runs`.
+"""Imported runs: the training mixture and the results of each run. Created by `grasp.mixing.import_runs`.
 
     environment.json     meaning of the weights, direction of each metric, and checksums of the other files
     subsets.parquet      subset_id, row_id, weight: `subset_id` is the run, `row_id` a label value, a row or a document
@@ -41,7 +41,7 @@ from grasp.runs.utility_tables import RESULTS_SCHEMA, encode_results, read_resul
 from grasp.store.contents import parquet_bytes, read_table
 from grasp.store.directory import write_at_once
 from grasp.store.remote import local_path, open_store, remote_url
-from grasp.text import plain, text_table
+from grasp.text import count_text, plain, text_table
 
 ROUNDING = 1e-9  # sums of shares that differ from 1 by no more than this are exact
 SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
@@ -50,6 +50,7 @@ MAX_LISTED = 3
 MAX_SHARES_LISTED = 5  # shares of a run that are listed if they do not add up to 1
 MIN_MIXTURES = 2  # minimum number of different mixtures
 MIXTURE_DECIMALS = 9  # mixtures are different if they differ when rounded to this many decimals
+SCALE = ["size", "params", "tokens"]  # columns of results that differ between runs of one mixture
 MIN_COMMON_RUNS = 3  # minimum number of common runs to compare model sizes
 RECOVERY_HINT = "import the runs again"
 
@@ -164,6 +165,41 @@ class RunTable(TrainingRuns):
         results = self.results.filter(pc.equal(self.results["size"], size))
         trained = self.trained.filter(pc.is_in(self.trained["subset_id"], pc.unique(results["subset_id"])))
         return replace(self, path=Path(f"{self.name} ({size})"), trained=trained, results=results)
+
+    def by_scale(self) -> "tuple[RunTable, F64 | None]":
+        """Return one run for each mixture, size and length, and the logarithm of its parameters and tokens, (R, 2).
+
+        Runs of one size and length are returned as they are, and None.
+
+        Raises:
+            RunsError: sizes differ, but not every run has a number of parameters, or tokens if one has them.
+        """
+        frame = self.results.to_pandas()
+        if len(frame[SCALE].drop_duplicates()) == 1:
+            return self, None
+        has_tokens = frame["tokens"].notna().any()
+        if frame["params"].isna().any() or (has_tokens and frame["tokens"].isna().any()):
+            raise RunsError(
+                f"{self.name}: has runs of sizes {list(self.sizes)}, but not the parameters and tokens of all; add "
+                "columns params and tokens, or import one size with --size"
+            )
+        runs = frame[["subset_id", *SCALE]].drop_duplicates().reset_index(drop=True)
+        scales = [count_text(count) for count in runs["params"]]
+        if has_tokens:
+            scales = [f"{size}, {count_text(count)} tokens" for size, count in zip(scales, runs["tokens"], strict=True)]
+        runs["name"] = runs["subset_id"] + " (" + np.array(scales, object) + ")"
+        trained = self.trained.to_pandas().merge(runs[["subset_id", "name"]], on="subset_id")
+        results = frame.merge(runs, on=["subset_id", *SCALE])
+        results["subset_id"], results["size"] = results["name"], None
+        trained["subset_id"] = trained["name"]
+        of_run = runs.set_index("name")
+        table = replace(
+            self,
+            trained=pa.Table.from_pandas(trained[WEIGHTS_SCHEMA.names], WEIGHTS_SCHEMA, preserve_index=False),
+            results=pa.Table.from_pandas(results[RESULTS_SCHEMA.names], RESULTS_SCHEMA, preserve_index=False),
+        )
+        scale_R2 = of_run.loc[list(table.runs), ["params", "tokens"]].fillna(1.0).to_numpy(dtype=np.float64)
+        return table, np.log(scale_R2)
 
     def select_metrics(self, metrics: Collection[str]) -> "RunTable":
         """Return the runs with some of their metrics."""
@@ -310,7 +346,7 @@ def _problems(
             f"{results_location}: run {line['subset_id']!r}: {line['target']} is {value} ({len(failed)} such); skip "
             "such runs with --skip-failed, or correct the value"
         )
-    repeated = _repeated(results, ["subset_id", "target", "seed", "size"])
+    repeated = _repeated(results, ["subset_id", "target", "seed", *SCALE])
     for run, metric, *_, count in repeated:
         yield (
             f"{results_location}: run {run!r} has {metric} {count} times ({len(repeated)} such); use unique run names, "
@@ -338,6 +374,10 @@ def _repeated(table: pa.Table, keys: list[str]) -> list[list[Any]]:
     return [list(line.values()) for line in counts.filter(pc.greater(counts["count_all"], 1)).to_pylist()]
 
 
+Place = Path | str
+Runs = TrainingRuns | RunTable | Place
+
+
 def open_runs(path: TrainingRuns | Path | str) -> RetrainedRuns | RunTable:
     """Open retrained or imported runs.
 
@@ -357,3 +397,15 @@ def open_runs(path: TrainingRuns | Path | str) -> RetrainedRuns | RunTable:
     trained = read_table(files.file(SUBSETS), RECOVERY_HINT, RunsError)
     results = read_results(files.file(UTILITIES), RESULTS_SCHEMA.names)
     return RunTable.from_results(path, info, trained, results)
+
+
+def float_column(column: pa.ChunkedArray) -> np.ndarray | None:
+    """Return a column as float64, nan for empty cells; None if it is not numeric. Strings of numbers are parsed."""
+    if pa.types.is_string(column.type):
+        try:
+            return np.array([float(cell) if cell not in (None, "") else np.nan for cell in column.to_pylist()])
+        except ValueError:
+            return None
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return None
+    return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)

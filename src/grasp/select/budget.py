@@ -99,8 +99,8 @@ def parse_budget(budget: str | float) -> Amount:
     return amount
 
 
-def parse_tokens(train_tokens: str | float) -> float:
-    """Parse the length of a training run in tokens, e.g. `100B`.
+def parse_tokens(train_tokens: str | float, name: str = "train_tokens") -> float:
+    """Parse the length of a training run in tokens, e.g. `100B`; or what else is counted so, by its name.
 
     Raises:
         SettingsError: the text is not a number of tokens, or 0.
@@ -108,9 +108,9 @@ def parse_tokens(train_tokens: str | float) -> float:
     text = (
         f"{train_tokens:.0f}" if isinstance(train_tokens, float) and math.isfinite(train_tokens) else str(train_tokens)
     )
-    amount = parse_amount(text, "train_tokens", "100B")
+    amount = parse_amount(text, name, "100B")
     if amount.value == 0 or amount.is_share or amount.unit not in (None, "tokens"):
-        raise SettingsError(f"train_tokens: got {train_tokens!r}, expected a number of tokens, e.g. 100B")
+        raise SettingsError(f"{name}: got {train_tokens!r}, expected a number, e.g. 100B")
     return amount.value
 
 

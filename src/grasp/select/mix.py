@@ -12,9 +12,10 @@ one of their bounds; otherwise the gap to the upper bound is reported.
 Shape letters: G slices, N rows, T targets, K knots of a piecewise linear function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from grasp.predict.subset_tables import RowIndex, write_subsets
 from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
 from grasp.select.budget import ROUNDING, check_share_bounds, first_few, parse_amount, parse_shares, parse_tokens
+from grasp.select.change_intervals import changes_by_unit
+from grasp.select.guards import CONFIDENCE, Guards, parse_guards
 from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
 from grasp.select.objective import OptimizationResult, SelectionObjective, repetition_law, weighted_targets
 from grasp.text import as_names, plain
@@ -105,6 +108,8 @@ def mix(
     by: str,
     target: str | Sequence[str] | Mapping[str, float] | None = None,
     *,
+    not_worse: str | Sequence[str] | None = None,
+    tolerance: float = 0.0,
     floor: str | Sequence[str] = (),
     cap: str | Sequence[str] = (),
     max_repeat: float = MAX_REPEAT,
@@ -122,6 +127,8 @@ def mix(
         artifact: artifact of the corpus.
         by: label whose values are weighted.
         target: target, or several with weights, e.g. sciq=2,openbookqa=1. Default: the only target.
+        not_worse: other targets, separated by commas, that must not become worse, with 90 % probability.
+        tolerance: how much worse they may become, in the unit of the changes, e.g. 0.01.
         floor: minimum share of the mixture, e.g. Games:5%, or 1% for every value; 0% allows a value to be dropped.
         cap: maximum share of the mixture, e.g. Games:20%, or 10% for every value.
         max_repeat: maximum number of times that a row is seen; if `train_tokens` repeat the corpus, relative to the
@@ -137,6 +144,7 @@ def mix(
         SettingsError: no mixture satisfies the floors, caps and distance, or they are numbers of rows, not shares.
     """
     targets = weighted_targets(target, artifact.targets)
+    guarded = parse_guards(not_worse, tolerance, tuple(artifact.targets))
     check_max_repeat(max_repeat)
     tokens_N = row_tokens(artifact)
     column = label_column(artifact, by, "by")
@@ -151,12 +159,14 @@ def mix(
         max_distance = amount.value
     current_G = slices.rows_G / slices.rows_G.sum()
     low_G, high_G = _bounds(slices, floor, cap, max_repeat, min(1.0, epochs), max_distance)
-    objective = SelectionObjective.from_artifact(artifact, protocol, targets, tokens, runs, cautious=cautious)
+    all_targets = dict.fromkeys([*targets, *guarded], 0.0) | dict(targets)
+    objective = SelectionObjective.from_artifact(artifact, protocol, all_targets, tokens, runs, cautious=cautious)
     problem = MixtureProblem(low_G, high_G, current_G, max_distance)
     range_note = ""
     if objective.by_runs:
         problem, range_note = _within_runs(problem, objective, slices)
-    p_G, gap = _optimize(objective, slices, problem)
+    guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else None
+    p_G, gap, guard_notes = _optimize(objective, slices, problem, guards)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     changes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
@@ -170,7 +180,7 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
-    messages += changes.notes
+    messages = [*guard_notes, *messages, *changes.notes]
     if objective.by_runs:
         messages.append(f"the mixture maximises the change predicted by the runs{range_note}")
     messages += [
@@ -192,7 +202,9 @@ def mix(
         "floor": list(as_names(floor)),
         "cap": list(as_names(cap)),
         "distance": distance,
-    } | ({"cautious": True} if cautious else {})
+    }
+    params |= {"not_worse": list(guarded), "tolerance": tolerance} if guarded else {}
+    params |= {"cautious": True} if cautious else {}
     return Mixture(
         pa.table(
             {
@@ -211,6 +223,46 @@ def mix(
         label=slices.label,
         slices=slices,
     )
+
+
+def _guarded_changes(
+    objective: SelectionObjective, slices: LabelSlices, names: Sequence[str]
+) -> Callable[[F64], tuple[F64, F64]]:
+    """Return a function of mixtures (B, G): the changes of targets, and their lower bounds, (B, K) each.
+
+    The variance over questions is that of the means of slices, and that over rows is `change_intervals.row_errors`.
+    """
+    predictor, current_G = objective.predictor, slices.rows_G / slices.rows_G.sum()
+    columns = [predictor.units.targets.index(name) for name in names]
+
+    def by_runs(p_BG: F64) -> tuple[F64, F64]:
+        assert objective.run_model is not None
+        predicted = objective.run_model.predict(slices.weights(p_BG / current_G))
+        narrower = NormalDist().inv_cdf(CONFIDENCE) / NormalDist().inv_cdf(0.95)  # its intervals cover 90 % two-sided
+        change_BK = predicted.change_BT[:, columns]
+        return change_BK, change_BK - narrower * (change_BK - predicted.low_BT[:, columns])
+
+    if objective.run_model is not None:
+        return by_runs
+    unit_GE = changes_by_unit(objective.artifact, predictor, slices.each)
+    stops = np.cumsum(predictor.units.counts_T)
+    of_target = [slice(stops[t] - predictor.units.counts_T[t], stops[t]) for t in columns]
+    effect_NK = np.asarray(predictor.effect_NT, np.float64)[:, columns]
+    total_GK, square_GK = (
+        np.stack([np.bincount(slices.codes_N, value_N) for value_N in values_NK.T], axis=1)
+        for values_NK in (effect_NK, effect_NK**2)
+    )
+    rows_G1 = slices.rows_G[:, None].astype(np.float64)
+    variance_GK = (square_GK / rows_G1 - (total_GK / rows_G1) ** 2) / rows_G1  # of the mean of a slice
+
+    def by_relevance(p_BG: F64) -> tuple[F64, F64]:
+        change_BK = predictor.change(slices.weights(p_BG / current_G))[:, columns]
+        unit_BE = p_BG @ unit_GE
+        over_units_BK = np.stack([unit_BE[:, s].var(axis=1) / (s.stop - s.start) for s in of_target], axis=1)
+        over_rows_BK = (p_BG - current_G) ** 2 @ variance_GK
+        return change_BK, change_BK - NormalDist().inv_cdf(CONFIDENCE) * np.sqrt(over_units_BK + over_rows_BK)
+
+    return by_relevance
 
 
 def check_max_repeat(max_repeat: float) -> None:
@@ -241,27 +293,32 @@ def _within_runs(
     return replace(problem, low_G=low_G, high_G=high_G), f", within the range of their shares of rows{excepted}"
 
 
-def _optimize(objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem) -> tuple[F64, float]:
-    """Return the shares with the highest predicted change, and an upper bound on its distance to the optimum.
+def _optimize(
+    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem, guards: Guards | None
+) -> tuple[F64, float, list[str]]:
+    """Return the shares with the highest predicted change, an upper bound on its distance to the optimum, and notes.
 
     By relevance, repetition has diminishing value. If there are runs, their prediction decides, see
-    `SelectionObjective.by_runs`; the distance to its optimum is unknown, and 0 is returned.
+    `SelectionObjective.by_runs`; with runs or guards the distance to the optimum is unknown, and 0 is returned.
     """
     current_G, law = problem.current_G, objective.budget_predictor.repetition_law
     effect_G = (objective.predictor.sums(slices.each, ()).effect_BT @ objective.weights_T) / slices.rows_G
     row_value_G = effect_G + NEW_ROW_VALUE  # of a row of each slice when it is seen for the first time: m_g + b
     segments = _segments(law, row_value_G, problem)
     p_G = solve(replace(problem, segments=segments))
-    if not objective.by_runs:
+
+    def value(p_BG: F64) -> F64:
+        if objective.by_runs:
+            return objective.predicted_by_runs(slices.weights(p_BG / current_G))
         # sum_g n_g / N r(N p_g / n_g) (m_g + b)
-        value = float(row_value_G @ (current_G * law(p_G / current_G)))
-        return p_G, max(segments.value(p_G) - value, 0.0)
-    p_G = frank_wolfe(
-        problem,
-        lambda p_BG: objective.predicted_by_runs(slices.weights(p_BG / current_G)),
-        [p_G, current_G],
-    )
-    return p_G, 0.0
+        return np.asarray((current_G * law(p_BG / current_G)) @ row_value_G)
+
+    if guards is not None:
+        p_G, notes = guards.optimize(problem, value, [p_G, current_G])
+        return p_G, 0.0, notes
+    if objective.by_runs:
+        return frank_wolfe(problem, value, [p_G, current_G]), 0.0, []
+    return p_G, max(segments.value(p_G) - float(value(p_G[None])[0]), 0.0), []
 
 
 def _segments(law: RepetitionLaw, row_value_G: F64, problem: MixtureProblem) -> Segments:

@@ -1,0 +1,63 @@
+"""Guards: planted linear problems with a known optimum, and mixtures of an artifact against many others."""
+
+import numpy as np
+import pytest
+
+from grasp.errors import SettingsError
+from grasp.predict.slices import label_slices
+from grasp.select.guards import Guards
+from grasp.select.linear_program import MixtureProblem
+from grasp.select.mix import mix
+from tests.select.test_mix import proposed
+from tests.select.world import World, protocol
+
+PROBLEM = MixtureProblem(np.zeros(3), np.ones(3), np.full(3, 1 / 3))
+
+
+def guards(slope_GK, tolerance, error=0.0):
+    """Linear changes, with lower bounds that are `error` below them."""
+
+    def changes(p_BG):
+        change_BK = (p_BG - 1 / 3) @ np.asarray(slope_GK)
+        return change_BK, change_BK - error
+
+    return Guards(tuple(f"guard-{k}" for k in range(np.shape(slope_GK)[1])), tolerance, changes)
+
+
+def test_a_linear_problem_has_its_optimum_on_the_guard_and_the_price_of_its_multiplier():
+    """Maximise p_0 with p_1 >= 1/3 - .1: p = (.767, .233, 0), and without the guard p_0 = 1."""
+    share_G, notes = guards([[0.0], [1.0], [0.0]], 0.1).optimize(PROBLEM, lambda p_BG: p_BG[:, 0], [PROBLEM.current_G])
+    np.testing.assert_allclose(share_G, [23 / 30, 7 / 30, 0], atol=0.01)
+    assert "guard guard-0: predicted change -0.1" in notes[0]
+    assert "without this guard the objective gains 0.23" in notes[0]
+
+
+def test_guards_that_contradict_each_other_are_relaxed_by_the_least_sum():
+    """p_0 and p_1 and p_2 cannot all rise by .05: the sum of the three changes is 0."""
+    share_G, notes = guards(np.eye(3), 0.0, error=0.05).optimize(PROBLEM, lambda p_BG: p_BG[:, 0], [PROBLEM.current_G])
+    violation_K = np.maximum(1 / 3 + 0.05 - share_G, 0)
+    assert violation_K.sum() == pytest.approx(0.15, abs=0.01)
+    assert any("no mixture within the bounds keeps every guard within 0: " in note for note in notes)
+
+
+def test_a_guard_that_does_not_bind_changes_nothing():
+    share_G, notes = guards([[1.0], [0.0], [0.0]], 0.0).optimize(PROBLEM, lambda p_BG: p_BG[:, 0], [PROBLEM.current_G])
+    np.testing.assert_allclose(share_G, [1, 0, 0], atol=1e-6)
+    assert notes[0].endswith("it does not bind")
+
+
+def test_a_mixture_of_an_artifact_meets_its_guard_and_no_other_one_that_does_is_better():
+    source = World()
+    options = {"protocol": protocol(), "floor": ["5%"], "max_repeat": 1e6}
+    free = mix(source, "topic", "sciq", **options)
+    guarded = mix(source, "topic", "sciq", not_worse="boolq", tolerance=0.02, **options)
+    change = dict(zip(guarded.targets["target"].to_pylist(), guarded.targets["change"].to_pylist(), strict=True))
+    assert change["boolq"] >= -0.02
+    assert change["sciq"] <= free.targets["change"][0].as_py() + 1e-6
+    assert any(note.startswith("guard boolq: predicted change") for note in guarded.notes)
+    assert guarded.targets["weight"].to_pylist() == [1.0, 0.0]
+    slices = label_slices(source.labels, source.tokens)
+    assert proposed(guarded).sum() == pytest.approx(1.0)
+    assert len(slices.names) == len(proposed(guarded))
+    with pytest.raises(SettingsError, match="not_worse: got 'nothing'"):
+        mix(source, "topic", "sciq", not_worse="nothing", **options)
