@@ -15,7 +15,7 @@ NAMES = ("<b>web</b>", "noise")
 
 def record(directory, better=0.0):
     """Return a record of a hundred steps: the first source helps until step 50, the second one hurts."""
-    stored = Record(("source",), directory)
+    stored = Record("source", directory)
     for step in range(10, 101, 10):
         for k, source in enumerate(NAMES):
             fields = {
@@ -23,10 +23,10 @@ def record(directory, better=0.0):
                 "rows": 5,
                 "tokens": 100 * (k + 1 + 10 * k * better),
             }
-            stored.add(step, "loss", label="source", source=source, **fields)
+            stored.add(step, "loss", source=source, **fields)
             effect = (-0.002 if step <= 50 else 0.0, 0.001)[k]
             bounds = {"value": effect, "low": effect - 0.0005, "high": effect + 0.0005}
-            stored.add(step, "effect", label="source", source=source, target="exam", **bounds)
+            stored.add(step, "effect", source=source, target="exam", **bounds)
         stored.add(step, "target_loss", target="exam", value=2 - step / 1000)
         if step > 10:
             stored.add(step, "predicted", target="exam", value=-0.011, low=-0.013, high=-0.009)
@@ -37,20 +37,25 @@ def record(directory, better=0.0):
 
 def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
     summary = Summary.of(record(tmp_path))
-    losses, effects, checks, mixture = (rows for _, _, rows in summary.blocks)
-    assert losses[0] == ["<b>web</b>", "1,000", "2.900", "2.000", "-0.100"]
-    assert effects[0][-1] == "stopped helping after step 50"
-    assert effects[1] == ["exam", "noise", "+1", "+1", "+0.5", "+1.5", "hurts since step 10"]
-    assert checks == [["exam", "10-100", "1.990", "1.900", "-0.099", "-0.117", "-0.081", "-0.090"]]
-    assert mixture == [["<b>web</b>", "33.3%", "53.3%"], ["noise", "66.7%", "46.7%"]]
+    losses, effects, checks, mixture = (part.table.to_pylist() for part in summary.parts)
+    assert list(losses[0].values()) == pytest.approx(["<b>web</b>", 1_000, 2.9, 2.0, -0.9])
+    assert effects[0]["verdict"] == "stopped helping after step 50"
+    assert list(effects[1].values()) == pytest.approx(["exam", "noise", 1, 1, 0.5, 1.5, "hurts since step 10"])
+    expected = ["exam", "10-100", 1.99, 1.9, -0.099, -0.117, -0.081, -0.09]
+    assert list(checks[0].values()) == pytest.approx(expected)
+    assert [row["now"] for row in mixture] == pytest.approx([1 / 3, 2 / 3])
+    assert [row["proposed"] for row in mixture] == pytest.approx([8 / 15, 7 / 15])
     assert summary.notes[:2] == ("hurts: noise (exam)", "stopped helping: <b>web</b> (exam)")
+    assert summary.notes[3] == (
+        "guard exam: predicted change +0.200, with 90% at least +0.108, above 0 is better; it does not bind"
+    )
     written = read_mixture(tmp_path / "mixture.yaml")
     assert written.weight_of == pytest.approx({"<b>web</b>": 8 / 15, "noise": 7 / 15}, abs=0.2)
 
 
 def test_the_page_is_one_file_without_foreign_markup(tmp_path):
     page = Summary.of(record(tmp_path)).write(tmp_path / "page.html").read_text()
-    assert "<svg" in page
+    assert "hurts since step 10" in page
     assert "&lt;b&gt;web&lt;/b&gt;" in page
     assert "<b>web" not in page
     assert "http" not in page.replace("http-equiv", "")
@@ -58,7 +63,7 @@ def test_the_page_is_one_file_without_foreign_markup(tmp_path):
 
 def test_rows_after_a_checkpoint_are_dropped(tmp_path):
     record(tmp_path)
-    resumed = Record(("source",), tmp_path)
+    resumed = Record("source", tmp_path)
     resumed.resume(45)
     assert resumed.last_step("loss") == 40
 
@@ -68,7 +73,8 @@ def test_the_command_prints_runs_and_their_losses_are_metrics(tmp_path, capsys):
         record(tmp_path / f"run-{k}" / "monitor", better=0.1 * k)
     runs = [str(tmp_path / f"run-{k}") for k in range(4)]
     table, page = tmp_path / "runs.csv", tmp_path / "page.html"
-    output = succeed("monitor", *runs, "--out", table, "--html", page).out
+    output = succeed("monitor", *runs, "--out", table).out
+    assert succeed("monitor", *runs[:1], "--out", page).out.startswith("2 sources in 100 steps")
     assert output.count("effect of one more step on a source") == 4
     assert page.exists()
     imported = grasp.import_runs(table, label="source", columns=["train/*"], metrics=["*/loss"])

@@ -8,8 +8,8 @@ optimizer (Adam: 1 / (sqrt(v / (1 - beta2^k)) + eps) from its state), a step on 
 where lr is the initial learning rate and c the mean factor of gradient clipping. Momentum spreads a gradient over
 later steps, and does not change the sum. Both gradients are means of R groups of rows and Q groups of questions, so the
 inner products form an R x Q table: the interval is that of its mean, from the variances of its row and column means and
-of the sample of coordinates. Losses are computed without dropout. The model's gradients, modes and random numbers stay
-as they are. Start with `Effects.measure`.
+of the sample of coordinates. Losses are computed without dropout. The model's gradients and modes stay as they are.
+Start with `Effects.measure`.
 
 Shape letters: S sources, T targets, R groups of rows, Q groups of questions, D sampled coordinates.
 """
@@ -55,17 +55,15 @@ class Measurement:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and restore modes and random numbers afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices, key=str)), torch.enable_grad():
-        try:
-            for module, _ in modes:
-                module.training = False
+    """Switch dropout off, and restore the modes of all modules afterwards."""
+    mode_of = {module: module.training for module in model.modules()}
+    try:
+        with torch.enable_grad():
+            model.eval()
             yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    finally:
+        for module, mode in mode_of.items():
+            module.training = mode
 
 
 def clip_window(segment: Segment) -> Segment:
@@ -90,26 +88,25 @@ class Effects:
     def __init__(
         self, model: nn.Module, optimizer: Any, targets: Mapping[str, Sequence[LabelledRow]], beta: float | None = None
     ) -> None:
-        self.model, self.targets, self.beta = model, targets, beta
-        self.optimizer = optimizer
-        while hasattr(self.optimizer, "optimizer"):  # of accelerate
-            self.optimizer = self.optimizer.optimizer
-        self.groups = [
-            (parameter, group)
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        while hasattr(optimizer, "optimizer"):  # of accelerate
+            optimizer = optimizer.optimizer
+        self.model, self.optimizer, self.targets, self.beta = model, optimizer, targets, beta
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+            name = type(optimizer).__name__
+            raise ModelError(f"the optimizer {name} has an unknown preconditioner; expected Adam or SGD")
+        groups = ((parameter, group) for group in optimizer.param_groups for parameter in group["params"])
+        self.groups = [(parameter, group) for parameter, group in groups if parameter.requires_grad]
         if not self.groups:
             raise ModelError("no parameter of the model has a gradient; expected a model that is trained")
         total = sum(parameter.numel() for parameter, _ in self.groups)
         self.stride = max(1, -(-total * GROUPS * len(targets) // MAX_COORDINATES))
         while self.stride > 1 and any(self.stride % k == 0 for k in (2, 3, 5, 7)):
             self.stride += 1  # coprime to common widths, so that all columns of a matrix are sampled
-        if self.preconditioner() is None:
-            raise ModelError(
-                f"the optimizer {type(self.optimizer).__name__} has an unknown preconditioner; expected Adam or SGD"
-            )
+
+    def relative_rate(self) -> float:
+        """Return the learning rate of the next step as a part of the initial one."""
+        group = self.groups[0][1]
+        return float(group["lr"]) / float(group.get("initial_lr", group["lr"]) or 1.0)
 
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return every `stride`-th coordinate of tensors that belong to the parameters, (D,), float32 or wider."""
@@ -120,21 +117,17 @@ class Effects:
             parts.append(part.to(self.groups[0][0].device, torch.promote_types(part.dtype, torch.float32)))
         return torch.cat(parts)
 
-    def preconditioner(self) -> Tensor | None:
-        """Return the change of the sampled parameters per unit of gradient, (D,); None: the optimizer is unknown."""
-        factors: list[Tensor] = []
+    def preconditioner(self) -> Tensor:
+        """Return the change of the sampled parameters per unit of gradient, (D,); 0 without a gradient so far."""
+        factors: list[Tensor | None] = []
         for parameter, group in self.groups:
-            state, rate = self.optimizer.state.get(parameter, {}), group.get("initial_lr", group["lr"])
-            if "exp_avg_sq" in state:
+            state, factor = self.optimizer.state.get(parameter), None
+            if isinstance(self.optimizer, torch.optim.SGD):
+                factor = torch.full_like(parameter, 1 / (1 - group["momentum"]))
+            elif state:
                 correction = 1 - group["betas"][1] ** float(state["step"])
-                factor = rate / ((state["exp_avg_sq"] / correction).sqrt() + group["eps"])
-            elif isinstance(self.optimizer, torch.optim.SGD):
-                factor = torch.full_like(parameter, rate / (1 - group["momentum"]))
-            elif isinstance(self.optimizer, torch.optim.Adam):  # before its first step, or without a gradient so far
-                factor = torch.zeros_like(parameter)
-            else:
-                return None
-            factors.append(factor)
+                factor = 1 / ((state["exp_avg_sq"] / correction).sqrt() + group["eps"])
+            factors.append(None if factor is None else group.get("initial_lr", group["lr"]) * factor)
         return self.sample(factors)
 
     def gradient(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
@@ -166,33 +159,26 @@ class Effects:
         """Measure the effects of sources.
 
         Args:
-            rows_of: recent rows of each source; none: its effect is NaN.
+            rows_of: recent rows of each source, at least one.
             clip: mean factor of gradient clipping.
         """
-        shape = len(self.targets), len(rows_of)
-        effect, half_width = np.full(shape, np.nan), np.full(shape, np.inf)
+        effect, half_width = np.zeros((2, len(self.targets), len(rows_of)))
         with evaluation_mode(self.model):
-            losses: list[float] = []
-            gradients = []
-            for questions in self.targets.values():
-                measured = [self.gradient(group) for group in split_groups(questions)]
-                losses.append(float(np.mean([loss for loss, _ in measured])))
-                gradients.append(torch.stack([gradient for _, gradient in measured]))
-            factor_D = self.preconditioner()
+            targets = [self._gradients(questions) for questions in self.targets.values()]
+            factor_D = -self.stride * clip * self.preconditioner()
             for s, rows in enumerate(rows_of):
-                products: list[list[F64]] = [[] for _ in gradients]  # by target and group of rows, (Q,)
-                mean_D: Any = 0.0
-                groups = split_groups(rows)
-                for group in groups:
-                    step_D = -self.stride * clip * factor_D * self.gradient(group, self.beta)[1]
-                    mean_D = mean_D + step_D / len(groups)
-                    for t, gradient_QD in enumerate(gradients):
-                        products[t].append((gradient_QD @ step_D).double().cpu().numpy())
-                for t, gradient_QD in enumerate(gradients if groups else ()):
-                    terms_D = gradient_QD.mean(dim=0) * mean_D
-                    sampling = float(terms_D.double().var()) * len(terms_D) * (1 - 1 / self.stride)
-                    effect[t, s], half_width[t, s] = interval_of_mean(np.stack(products[t]), sampling)
-        return Measurement(effect, effect - half_width, effect + half_width, np.array(losses))
+                step_RD = factor_D * self._gradients(rows, self.beta)[1]
+                for t, (_, gradient_QD) in enumerate(targets):
+                    terms_D = (gradient_QD.mean(dim=0) * step_RD.mean(dim=0)).cpu().double()
+                    sampling = float(terms_D.var()) * len(terms_D) * (1 - 1 / self.stride)
+                    product_RQ = (step_RD @ gradient_QD.T).cpu().double().numpy()
+                    effect[t, s], half_width[t, s] = interval_of_mean(product_RQ, sampling)
+        return Measurement(effect, effect - half_width, effect + half_width, np.array([loss for loss, _ in targets]))
+
+    def _gradients(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
+        """Return the mean loss of groups of rows, and the gradient of each, (R, D)."""
+        losses, gradients = zip(*(self.gradient(group, beta) for group in split_groups(rows)), strict=True)
+        return float(np.mean(losses)), torch.stack(gradients)
 
 
 def interval_of_mean(product_RQ: F64, sampling_variance: float = 0.0) -> tuple[float, float]:

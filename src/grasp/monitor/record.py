@@ -1,51 +1,55 @@
 """Store what a monitor measured, and summarise it: as text, as an offline page, and as a line of a table of runs.
 
 The table has one row per value: `step`, `measure` (loss, dpo_loss, margin, effect, target_loss, predicted, measured),
-`label`, `source`, `target`, `value`, the bounds `low` and `high`, and `rows` and `tokens` that a loss is a mean of.
-Start with `Summary.of`. Shape letters: G sources, T targets.
+`source`, `target`, `value`, the bounds `low` and `high`, and `rows` and `tokens` that a loss is a mean of.
+Start with `Summary.of`. Shape letters: B mixtures, G sources, T targets.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
+from scipy.special import ndtri
 
+from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.mixtures import MixtureWeights, write_mixture
-from grasp.results import Result, html_table, write_table
+from grasp.monitor.effects import COVERAGE
+from grasp.results import Result, write_table
+from grasp.select.guards import CONFIDENCE, Guards
 from grasp.select.linear_program import MixtureProblem, solve
 from grasp.store.checksummed_parquet import read_checksummed
-from grasp.text import number, plain, text_table
+from grasp.text import plain
 
 FILE, MIXTURE_FILE = "monitor.parquet", "mixture.yaml"
-TEXTS, NUMBERS = ("measure", "label", "source", "target"), ("value", "low", "high", "rows", "tokens")
+TEXTS, NUMBERS = ("measure", "source", "target"), ("value", "low", "high", "rows", "tokens")
 SCHEMA = pa.schema(
     [("step", pa.int64()), *((name, pa.string()) for name in TEXTS), *((name, pa.float64()) for name in NUMBERS)]
 )
 HELPS, HURTS, UNCLEAR = "helps", "hurts", "not distinguishable from zero"
 STOPPED, NEVER = "stopped helping", "no measurement shows help"
 MAX_FACTOR, MAX_MOVED = 4.0, 0.2  # of a source's share; share of all tokens that a proposed mixture moves
-COLOURS = ("#0b62a4", "#d9480f", "#2b8a3e", "#862e9c", "#c92a2a", "#5c5f66")
-Line = dict[str, Any]  # a row of the table
-Block = tuple[str, list[str], list[list[str]]]  # title, headings and rows of a printed table
+UNIT = 1e-3  # of printed effects, in nats
+Line = dict[str, Any]  # a row of a table
 
 
 class Record:
     """The rows of the table so far.
 
     Args:
-        labels: names of the labels; effects are those of the values of the first one.
+        label: name of the label whose values are the sources.
         directory: where the table is stored; None: nowhere.
     """
 
-    def __init__(self, labels: Sequence[str], directory: Path | None = None) -> None:
-        self.labels, self.directory = tuple(labels), directory
+    def __init__(self, label: str, directory: Path | None = None) -> None:
+        self.label, self.directory = label, directory
         self.rows: list[Line] = []
         self.notes: list[str] = []
 
@@ -60,25 +64,18 @@ class Record:
         wanted = {"measure": measure, **fields}
         return [row for row in self.rows if all(row[name] == value for name, value in wanted.items())]
 
-    def by_source(self, measure: str, **fields: str) -> dict[str, list[Line]]:
-        """Return the rows of a measure with these fields by source, sorted."""
+    def by(self, name: str, measure: str, **fields: str) -> dict[str, list[Line]]:
+        """Return the rows of a measure by the sorted values of a field."""
         rows = self.select(measure, **fields)
-        return {
-            source: [row for row in rows if row["source"] == source] for source in sorted({r["source"] for r in rows})
-        }
+        return {value: [row for row in rows if row[name] == value] for value in sorted({row[name] for row in rows})}
 
     def last_step(self, measure: str) -> int:
         """Return the last step with a measure, 0 if there is none."""
         return max((row["step"] for row in self.select(measure)), default=0)
 
-    @property
-    def targets(self) -> list[str]:
-        """Return the sorted names of the targets."""
-        return sorted({row["target"] for row in self.select("target_loss")})
-
     def to_table(self) -> pa.Table:
-        """Return the rows as a table, with labels and notes in its metadata."""
-        about = json.dumps({"labels": self.labels, "notes": self.notes})
+        """Return the rows as a table, with label and notes in its metadata."""
+        about = json.dumps({"label": self.label, "notes": self.notes})
         return pa.Table.from_pylist(self.rows, SCHEMA).replace_schema_metadata({"monitor": about})
 
     def write(self) -> None:
@@ -109,7 +106,7 @@ class Record:
             about = json.loads(table.schema.metadata[b"monitor"])
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
             raise RunsError(f"{path}: cannot be read as the table of a monitor: {err}") from err
-        record = cls(about["labels"])
+        record = cls(about["label"])
         record.rows, record.notes = table.to_pylist(), about["notes"]
         return record
 
@@ -118,71 +115,52 @@ class Record:
 class Summary(Result):
     """What a monitor measured; printed as a few tables."""
 
-    blocks: tuple[Block, ...]
-    record: Record
+    parts: tuple[Result, ...]
 
     @classmethod
     def of(cls, record: Record) -> "Summary":
         """Summarise a record, and write the proposed mixture beside the stored table."""
-        findings, blocks = list[str](), [_losses(record, label) for label in record.labels]
-        verdicts = {
-            (target, source): _verdict(rows)
-            for target in record.targets
-            for source, rows in record.by_source("effect", target=target).items()
-        }
-        if verdicts:
-            blocks += [_effects(record, verdicts), _checks(record)]
-            for kind in (HURTS, STOPPED, NEVER):
-                names = [f"{source} ({target})" for (target, source), text in verdicts.items() if kind in text]
-                findings += [f"{kind}: {', '.join(names)}"] * bool(names)
-            mixture, note = _mixture(record)
-            blocks += [mixture] if mixture else []
-            findings.append(note)
-        sources, last = record.by_source("loss", label=record.labels[0]), record.last_step("loss")
-        headline = f"{len(sources)} sources in {last:,} steps"
-        if verdicts:
+        findings, parts = list[str](), [_losses(record)]
+        headline = f"{len(record.by('source', 'loss'))} sources in {record.last_step('loss'):,} steps"
+        if effects := _effects(record):
             headline += "; an effect is the change of a target's loss by one more step on a source, in 1e-3 nats"
-        return cls(record.to_table(), headline, (*findings, *record.notes), blocks=tuple(blocks), record=record)
+            mixture = _mixture(record)
+            title = "effect of one more step on a source, 95 % intervals"
+            parts += [_table(title, effects), _checks(record), mixture]
+            for kind in (HURTS, STOPPED, NEVER):
+                names = [f"{row['source']} ({row['target']})" for row in effects if kind in row["verdict"]]
+                findings += [f"{kind}: {', '.join(names)}"] * bool(names)
+            findings += mixture.notes
+        parts = [replace(part, notes=()) for part in parts if len(part)]
+        return cls(record.to_table(), headline, (*findings, *record.notes), parts=tuple(parts))
 
     def __repr__(self) -> str:
-        tables = [text_table(title, headings, rows, left=_names(headings)) for title, headings, rows in self.blocks]
-        return "\n\n".join([plain(self.headline), *tables, "\n".join(map(plain, self.notes))]).rstrip()
+        notes = "\n".join(map(plain, self.notes))
+        return "\n\n".join([plain(self.headline), *map(repr, self.parts), notes])
 
     def _repr_html_(self) -> str:
-        record = self.record
-        curves = {f"loss by {label}": record.by_source("loss", label=label) for label in record.labels}
-        curves |= {f"effect on {target}": record.by_source("effect", target=target) for target in record.targets}
-        tables = [f"<h3>{escape(plain(title))}</h3>{html_table(names, rows)}" for title, names, rows in self.blocks]
-        notes = "".join(f"<p>{escape(plain(note))}</p>" for note in self.notes)
-        figures = "".join(f"<h3>{escape(plain(title))}</h3>{_figure(lines)}" for title, lines in curves.items())
-        return f"<p><b>{escape(plain(self.headline))}</b></p>{''.join(tables)}{notes}{figures}"
+        lines = "".join(f"<p>{escape(plain(line))}</p>" for line in (self.headline, *self.notes))
+        return lines + "".join(part._repr_html_() for part in self.parts)
 
 
-def _names(headings: Sequence[str]) -> int:
-    return 2 if headings[0] == "target" and headings[1] == "source" else 1
+def _table(title: str, rows: Sequence[Line], notes: Sequence[str] = ()) -> Result:
+    table = pa.Table.from_pandas(pd.DataFrame(rows), preserve_index=False)
+    return Result(table, title, tuple(notes), signs=False)
 
 
-def _mean(rows: Sequence[Line], weight: str) -> float:
-    return float(np.average([row["value"] for row in rows], weights=[row[weight] for row in rows]))
-
-
-def _losses(record: Record, label: str) -> Block:
-    """Return the losses by a label: means of the first and the last tenth of the logs, and the change of the last."""
-    measures = [name for name in ("loss", "dpo_loss", "margin") if record.select(name)]
+def _losses(record: Record) -> Result:
+    """Return the losses by source: means of the first and the last tenth of the logs, and their difference."""
     rows = []
-    for source, logged in record.by_source("loss", label=label).items():
-        cells = [source, f"{sum(row['tokens'] for row in logged):,.0f}"]
-        for measure in measures:
-            values = [row for row in record.select(measure, label=label, source=source) if row["value"] is not None]
-            tenth = max(1, len(values) // 10)
-            weight = "tokens" if measure == "loss" else "rows"
-            means = [_mean(part, weight) if part else None for part in (values[:tenth], values[-tenth:])]
-            before = values[-2 * tenth : -tenth]
-            trend = None if not before or means[1] is None else means[1] - _mean(before, weight)
-            cells += [number(means[0]), number(means[1]), number(trend, sign="+")]
-        rows.append(cells)
-    headings = [f"{measure}, {part}" for measure in measures for part in ("first", "last", "trend")]
-    return f"loss by {label}", [label, "tokens", *headings], rows
+    for source, logged in record.by("source", "loss").items():
+        row: Line = {record.label: source, "tokens": round(sum(line["tokens"] for line in logged))}
+        for measure in ("loss", "dpo_loss", "margin"):
+            lines = record.select(measure, source=source)
+            if values := [line["value"] for line in lines if line["value"] is not None]:
+                tenth = max(1, len(values) // 10)
+                first, last = float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
+                row |= {f"{measure}, first": first, f"{measure}, last": last, f"{measure}, change": last - first}
+        rows.append(row)
+    return _table(f"loss by {record.label}", rows)
 
 
 def _state(row: Line) -> str:
@@ -198,110 +176,89 @@ def _verdict(measured: Sequence[Line]) -> str:
     if states[-1] != UNCLEAR:
         since = next(k for k in range(len(states)) if set(states[k:]) == {states[-1]})
         return f"{states[-1]} since step {measured[since]['step']}"
-    if HELPS not in states:
-        return f"{UNCLEAR}; {NEVER}"
-    last = len(states) - 1 - states[::-1].index(HELPS)
-    return f"{STOPPED} after step {measured[last]['step']}"
+    helped = [row["step"] for row, state in zip(measured, states, strict=True) if state == HELPS]
+    return f"{STOPPED} after step {helped[-1]}" if helped else f"{UNCLEAR}; {NEVER}"
 
 
-def _milli(value: float | None) -> str:
-    return "-" if value is None else f"{1000 * value:+.3g}"
-
-
-def _effects(record: Record, verdicts: dict[tuple[str, str], str]) -> Block:
+def _effects(record: Record) -> list[Line]:
+    """Return the effects of sources on targets."""
     rows = []
-    for (target, source), verdict in verdicts.items():
-        measured = record.select("effect", target=target, source=source)
-        cells = [_milli(measured[0]["value"]), *(_milli(measured[-1][name]) for name in ("value", "low", "high"))]
-        rows.append([target, source, *cells, verdict])
-    headings = ["target", "source", "first effect", "last effect", "low", "high", "verdict"]
-    return "effect of one more step on a source, 95 % intervals", headings, rows
+    for target in record.by("target", "effect"):
+        for source, measured in record.by("source", "effect", target=target).items():
+            last = measured[-1]
+            effects = np.array([measured[0]["value"], last["value"], last["low"], last["high"]], dtype=float) / UNIT
+            cells = dict(zip(("first", "last", "low", "high"), effects.tolist(), strict=True))
+            rows.append({"target": target, "source": source, **cells, "verdict": _verdict(measured)})
+    return rows
 
 
-def _checks(record: Record) -> Block:
+def _checks(record: Record) -> Result:
     """Return predicted and measured changes of the targets' losses, added over all measurements."""
     rows = []
-    for target in record.targets:
-        losses = record.select("target_loss", target=target)
+    for target, losses in record.by("target", "target_loss").items():
+        row: Line = {"target": target, "steps": f"{losses[0]['step']}-{losses[-1]['step']}"}
+        row |= {"loss, first": losses[0]["value"], "loss, last": losses[-1]["value"]}
         predicted, measured = record.select("predicted", target=target), record.select("measured", target=target)
-        centre = sum(row["value"] for row in predicted)
-        widths = [np.nan if row["high"] is None else row["high"] - row["value"] for row in predicted]
-        half_width = float(np.sum(widths))  # the questions are the same in all measurements
-        cells = [centre, centre - half_width, centre + half_width, sum(row["value"] for row in measured)]
-        span = f"{losses[0]['step']}-{losses[-1]['step']}"
-        shown = [number(cell, sign="+") for cell in cells] if predicted else ["-"] * 4
-        rows.append([target, span, number(losses[0]["value"]), number(losses[-1]["value"]), *shown])
-    headings = ["target", "steps", "loss, first", "loss, last", "predicted change", "low", "high", "measured change"]
-    return "check: change of the targets' losses", headings, rows
+        # half-widths add up, since the questions are the same in all measurements
+        for heading, name in (("predicted change", "value"), ("low", "low"), ("high", "high")):
+            row[heading] = float(np.sum([line[name] for line in predicted], dtype=float))
+        rows.append(row | {"measured change": float(np.sum([line["value"] for line in measured]))})
+    return _table("check: change of the targets' losses", rows)
 
 
-def _mixture(record: Record) -> tuple[Block | None, str]:
-    """Propose a mixture of the sources from the last effects, and write it.
+def _mixture(record: Record) -> Result:
+    """Propose a mixture of the sources from the last effects, and write it; without rows if none is proposed.
 
-    Each effect counts by the bound of its interval that is nearer to zero. Effects are first-order, so the
-    mixture stays near the present one: it moves at most MAX_MOVED of the tokens, and no share by more than MAX_FACTOR.
+    Each effect counts by the bound of its interval that is nearer to zero, and guards keep every target from becoming
+    worse. Effects are first-order, so the mixture stays near the present one: it moves at most MAX_MOVED of the tokens,
+    and no share by more than MAX_FACTOR. Sources with an unknown interval keep their share.
     """
-    step = record.last_step("effect")
-    effects: dict[str, float] = {}
-    for row in record.select("effect"):
-        if row["step"] == step:
-            bound = {UNCLEAR: 0.0, HELPS: row["high"], HURTS: row["low"]}[_state(row)]
-            effects[row["source"]] = effects.get(row["source"], 0.0) + bound
-    if len(effects) < 2 or not any(effects.values()):
-        return None, "no other mixture is proposed: no effect of the last measurement is distinguishable from zero"
-    losses = record.by_source("loss", label=record.labels[0])
-    rows_G, tokens_G = (
-        np.array([sum(row[measure] for row in losses.get(source, ())) for source in effects])
-        for measure in ("rows", "tokens")
+    title, losses = "mixture for the rest of the training", record.by("source", "loss")
+    last = [row for row in record.select("effect") if row["step"] == record.last_step("effect")]
+    last = [row for row in last if row["source"] in losses]
+    targets, sources = (sorted({row[name] for row in last}) for name in ("target", "source"))
+    if len(sources) < 2 or all(_state(row) == UNCLEAR for row in last):
+        note = "no other mixture is proposed: no effect of the last measurement is distinguishable from zero"
+        return _table(title, [], [note])
+    pivot = pd.DataFrame(last).pivot(index="target", columns="source")
+    low_TG, value_TG, high_TG = (pivot[name].to_numpy(float) / UNIT for name in ("low", "value", "high"))
+    near_TG = np.where(high_TG < 0, high_TG, np.where(low_TG > 0, low_TG, 0.0))
+    error_TG = high_TG - value_TG
+    rows_G, tokens_G = (np.array([sum(row[name] for row in losses[s]) for s in sources]) for name in ("rows", "tokens"))
+    now_G, is_free_G = tokens_G / tokens_G.sum(), np.isfinite(error_TG).all(axis=0)
+    factor_G = np.where(is_free_G, MAX_FACTOR, 1.0)
+    problem = MixtureProblem(now_G / factor_G, np.minimum(1.0, now_G * factor_G), now_G, MAX_MOVED)
+
+    def changes(share_BG: F64) -> tuple[F64, F64]:
+        """Return the predicted improvement of each target per step, and its lower bound, (B, T) each."""
+        moved_BG = share_BG - now_G
+        change_BT = -moved_BG @ value_TG.T
+        error_BT = np.sqrt(moved_BG**2 @ np.nan_to_num(error_TG).T ** 2)
+        return change_BT, change_BT - error_BT * ndtri(CONFIDENCE) / ndtri((1 + COVERAGE) / 2)
+
+    gain_G = -near_TG.sum(axis=0)
+    share_G, notes = Guards(tuple(targets), 0.0, changes).optimize(
+        problem, lambda share_BG: share_BG @ gain_G, [solve(problem, gain_G), now_G]
     )
-    now_G = tokens_G / tokens_G.sum()
-    problem = MixtureProblem(now_G / MAX_FACTOR, np.minimum(1.0, now_G * MAX_FACTOR), now_G, MAX_MOVED)
-    proposed_G = solve(problem, -np.array(list(effects.values())))
-    sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
-    weights = MixtureWeights(record.labels[0], tuple(effects), sizes, proposed_G / now_G)
-    note = f"the proposed mixture moves at most {MAX_MOVED:.0%} of the tokens, by the lower bounds of effects"
     if record.directory is not None:
-        note = f"{note}: {record.directory / MIXTURE_FILE}"
-        write_mixture(weights, record.directory / MIXTURE_FILE, "yaml")
-    rows = [
-        [source, f"{now:.1%}", f"{share:.1%}"] for source, now, share in zip(effects, now_G, proposed_G, strict=True)
-    ]
-    return ("mixture for the rest of the training", [record.labels[0], "now", "proposed"], rows), note
-
-
-def _figure(curves: Mapping[str, Sequence[Line]]) -> str:
-    """Draw curves of values by step as SVG, with a legend."""
-    points = [(row["step"], row["value"]) for rows in curves.values() for row in rows if row["value"] is not None]
-    if not points:
-        return "<p>no values</p>"
-    (x0, y0), (x1, y1) = np.min(points, axis=0), np.max(points, axis=0)
-
-    def place(row: Line) -> str:
-        x, y = (row["step"] - x0) / max(x1 - x0, 1), (row["value"] - y0) / ((y1 - y0) or 1)
-        return f"{10 + 580 * x:.1f},{190 - 180 * y:.1f}"
-
-    parts, legend = [], []
-    for k, (name, rows) in enumerate(curves.items()):
-        colour = COLOURS[k % len(COLOURS)]
-        path = " ".join(place(row) for row in rows if row["value"] is not None)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        legend.append(f'<span style="color:{colour}">&#9632; {escape(plain(name))}</span>')
-    axis = f"steps {x0:g} to {x1:g}; from {y0:.3g} to {y1:.3g}"
-    return f'<svg viewBox="0 0 600 200" width="600">{"".join(parts)}</svg><p>{" ".join(legend)} ({axis})</p>'
+        sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
+        weights = MixtureWeights(record.label, tuple(sources), sizes, share_G / now_G)
+        notes.insert(0, write_mixture(weights, record.directory / MIXTURE_FILE, "yaml"))
+    lines = zip(sources, now_G.tolist(), share_G.tolist(), strict=True)
+    return _table(title, [{record.label: source, "now": now, "proposed": share} for source, now, share in lines], notes)
 
 
 def table_of_runs(records: Iterable[tuple[str, Record]]) -> pa.Table:
     """Return one line per run for `grasp runs import`: shares of tokens, and losses of sources and targets."""
     lines = []
     for name, record in records:
-        logged = record.by_source("loss", label=record.labels[0])
+        logged = record.by("source", "loss")
         tokens = {source: sum(row["tokens"] for row in rows) for source, rows in logged.items()}
         line: Line = {"run": name}
         line |= {f"train/{source}": count / sum(tokens.values()) for source, count in tokens.items()}
         line |= {f"{source}/loss": rows[-1]["value"] for source, rows in logged.items()}
-        for target in record.targets:
-            line[f"{target}/loss"] = record.select("target_loss", target=target)[-1]["value"]
-        lines.append(line)
-    columns = list(dict.fromkeys(column for line in lines for column in line))
-    empty = {column: 0.0 for column in columns if column.startswith("train/")}
-    return pa.Table.from_pylist([dict.fromkeys(columns) | empty | line for line in lines])
+        targets = record.by("target", "target_loss")
+        lines.append(line | {f"{target}/loss": rows[-1]["value"] for target, rows in targets.items()})
+    columns = dict.fromkeys(column for line in lines for column in line)
+    empty = {column: 0.0 if column.startswith("train/") else None for column in columns}
+    return pa.Table.from_pylist([empty | line for line in lines])
