@@ -154,6 +154,20 @@ def test_dpo_shows_losses_and_margins(tmp_path, lora):
     assert {row["step"] for row in record.select("effect")} == {4, 8, 12}
 
 
+def test_precomputed_references_are_one_line_and_the_training_goes_on(tmp_path, capsys):
+    config = DPOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=True, **(SETTINGS | {"bf16": False}))
+    trainer = DPOTrainer(
+        model=world.model(),
+        args=config,
+        train_dataset=world.dataset("prompt", "chosen", "rejected", "source"),
+        processing_class=world.tokenizer(),
+        callbacks=[grasp.Monitor("source")],
+    )
+    trainer.train()
+    assert trainer.state.global_step == 12
+    assert "monitor: off from step 0: precompute_ref_log_probs=True is not supported" in capsys.readouterr().out
+
+
 def test_weights_and_random_numbers_are_those_of_a_training_without_monitor(tmp_path):
     exam = world.write_exam(tmp_path / "exam.jsonl")
     weights, draws = [], []

@@ -18,19 +18,14 @@ def record(directory, better=0.0):
     stored = Record("source", directory)
     for step in range(10, 101, 10):
         for k, source in enumerate(NAMES):
-            fields = {
-                "value": 3 - step / (100 + 100 * k) - better,
-                "rows": 5,
-                "tokens": 100 * (k + 1 + 10 * k * better),
-            }
-            stored.add(step, "loss", source=source, **fields)
+            sizes = {"rows": 5, "tokens": 100 * (k + 1 + 10 * k * better)}
+            stored.add(step, "loss", 3 - step / (100 + 100 * k) - better, source=source, **sizes)
             effect = (-0.002 if step <= 50 else 0.0, 0.001)[k]
-            bounds = {"value": effect, "low": effect - 0.0005, "high": effect + 0.0005}
-            stored.add(step, "effect", source=source, target="exam", **bounds)
-        stored.add(step, "target_loss", target="exam", value=2 - step / 1000)
+            stored.add(step, "effect", effect, 0.0005, source=source, target="exam")
+        stored.add(step, "target_loss", 2 - step / 1000, target="exam")
         if step > 10:
-            stored.add(step, "predicted", target="exam", value=-0.011, low=-0.013, high=-0.009)
-            stored.add(step, "measured", target="exam", value=-0.01)
+            stored.add(step, "predicted", -0.011, 0.002, target="exam")
+            stored.add(step, "measured", -0.01, target="exam")
     stored.write()
     return stored
 
@@ -51,6 +46,19 @@ def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
     )
     written = read_mixture(tmp_path / "mixture.yaml")
     assert written.weight_of == pytest.approx({"<b>web</b>": 8 / 15, "noise": 7 / 15}, abs=0.2)
+
+
+def test_unknown_intervals_are_dashes_and_leave_the_share_of_their_source(tmp_path):
+    stored = record(tmp_path)
+    for row in stored.rows:
+        if row["measure"] == "predicted" or row["source"] == "noise":
+            row |= {"low": None, "high": None}
+        if row["source"] == "<b>web</b>" and row["measure"] == "effect":
+            row |= {"value": -0.002, "low": -0.003, "high": -0.001}
+    _, effects, checks, mixture = (part.table.to_pylist() for part in Summary.of(stored).parts)
+    assert effects[1]["verdict"] == "not distinguishable from zero; no measurement shows help"
+    assert checks[0]["low"] is None
+    assert mixture[1]["proposed"] == pytest.approx(mixture[1]["now"])
 
 
 def test_the_page_is_one_file_without_foreign_markup(tmp_path):

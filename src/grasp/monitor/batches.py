@@ -6,7 +6,7 @@ nothing that the model receives, and is independent of shuffling, padding and th
 Start with `segments`. Shape letters: B lines of a batch, L tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -99,16 +99,15 @@ def sources_of_rows(dataset: Any, label: Label) -> list[str]:
     Raises:
         SettingsError: the column is missing, or a row has no value.
     """
-    if callable(label):
-        values: Sequence[Any] = [label(row) for row in dataset]
-    else:
-        known = getattr(dataset, "column_names", None) or list(dataset[0])
-        if label not in known:
-            raise SettingsError(
-                f"label: the training dataset has no column {label!r}, got {', '.join(known)}; packing drops all "
-                "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
-            )
-        values = list(dataset[label]) if hasattr(dataset, "column_names") else [row[label] for row in dataset]
+    known = getattr(dataset, "column_names", None) or list(dataset[0])
+    if not callable(label) and label not in known:
+        raise SettingsError(
+            f"label: the training dataset has no column {label!r}, got {', '.join(known)}; packing drops all "
+            "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
+        )
+    if not callable(label) and hasattr(dataset, "select_columns"):
+        dataset = dataset.select_columns([label])  # others are not decoded
+    values = [label(row) if callable(label) else row[label] for row in dataset]
     if None in values:
         raise SettingsError(f"label: row {values.index(None)} has no {label!r}; expected a value in every row")
     return list(map(str, values))

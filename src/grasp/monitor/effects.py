@@ -45,11 +45,10 @@ LabelledRow = tuple[Row, float]  # and the reference's difference of log-probabi
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Effects (T, S) with bounds of their intervals, and losses of the targets, (T,)."""
+    """Effects and the half-widths of their intervals, (T, S) each, and losses of the targets, (T,)."""
 
     effect_TS: F64
-    low_TS: F64
-    high_TS: F64
+    half_width_TS: F64
     loss_T: F64
 
 
@@ -173,7 +172,7 @@ class Effects:
                     sampling = float(terms_D.var()) * len(terms_D) * (1 - 1 / self.stride)
                     product_RQ = (step_RD @ gradient_QD.T).cpu().double().numpy()
                     effect[t, s], half_width[t, s] = interval_of_mean(product_RQ, sampling)
-        return Measurement(effect, effect - half_width, effect + half_width, np.array([loss for loss, _ in targets]))
+        return Measurement(effect, half_width, np.array([loss for loss, _ in targets]))
 
     def _gradients(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
         """Return the mean loss of groups of rows, and the gradient of each, (R, D)."""

@@ -309,7 +309,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             if self.beta is not None:
                 means |= {"dpo_loss": pair_loss / rows, "margin": margin / rows}
             for measure, mean in means.items():
-                self.record.add(self.n_steps, measure, source=source, value=mean, rows=rows, tokens=tokens)
+                self.record.add(self.n_steps, measure, mean, source=source, rows=rows, tokens=tokens)
                 if np.isfinite(mean):
                     logs[f"monitor/{measure}/{source}"] = float(mean)
         logs.update(self.new_logs)
@@ -369,16 +369,14 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             if self.last is not None:
                 before = self.last[1]
                 steps_S = self.rates / max(1, self.weights.total()) * np.array([self.weights[s] for s in self.last[0]])
-                predicted = float(np.nansum(steps_S * before.effect_TS[t]))
-                half_width = float(np.linalg.norm(steps_S * (before.high_TS - before.effect_TS)[t]))
-                bounds = {"value": predicted, "low": predicted - half_width, "high": predicted + half_width}
-                self.record.add(step, "predicted", target=target, **bounds)
-                self.record.add(step, "measured", target=target, value=now.loss_T[t] - before.loss_T[t])
+                half_width = float(np.linalg.norm(steps_S * before.half_width_TS[t]))
+                self.record.add(step, "predicted", float(steps_S @ before.effect_TS[t]), half_width, target=target)
+                self.record.add(step, "measured", now.loss_T[t] - before.loss_T[t], target=target)
             for s, source in enumerate(sources):
-                bounds = {"value": now.effect_TS[t, s], "low": now.low_TS[t, s], "high": now.high_TS[t, s]}
-                self.record.add(step, "effect", source=source, target=target, **bounds)
-                self.new_logs[f"monitor/effect/{target}/{source}"] = float(now.effect_TS[t, s])
-            self.record.add(step, "target_loss", target=target, value=now.loss_T[t])
+                effect, half_width = float(now.effect_TS[t, s]), float(now.half_width_TS[t, s])
+                self.record.add(step, "effect", effect, half_width, source=source, target=target)
+                self.new_logs[f"monitor/effect/{target}/{source}"] = effect
+            self.record.add(step, "target_loss", now.loss_T[t], target=target)
         self.last, self.rates = (sources, now), 0.0
         self.weights.clear()
         self.record.write()

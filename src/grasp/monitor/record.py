@@ -53,9 +53,10 @@ class Record:
         self.rows: list[Line] = []
         self.notes: list[str] = []
 
-    def add(self, step: int, measure: str, **fields: Any) -> None:
-        """Add a row; fields that do not apply are omitted, and those that are not finite are null."""
+    def add(self, step: int, measure: str, value: float, half_width: float = nan, **fields: Any) -> None:
+        """Add a value with its interval; fields that do not apply are omitted, and numbers that are not finite null."""
         texts = {name: str(fields.get(name, "")) for name in TEXTS}
+        fields |= {"value": value, "low": value - half_width, "high": value + half_width}
         numbers = {name: float(fields[name]) if isfinite(fields.get(name, nan)) else None for name in NUMBERS}
         self.rows.append({"step": step, **texts, "measure": measure, **numbers})
 
@@ -201,8 +202,8 @@ def _checks(record: Record) -> Result:
         predicted, measured = record.select("predicted", target=target), record.select("measured", target=target)
         # half-widths add up, since the questions are the same in all measurements
         for heading, name in (("predicted change", "value"), ("low", "low"), ("high", "high")):
-            row[heading] = float(np.sum([line[name] for line in predicted], dtype=float))
-        rows.append(row | {"measured change": float(np.sum([line["value"] for line in measured]))})
+            row[heading] = float(np.array([line[name] for line in predicted], dtype=float).sum())
+        rows.append(row | {"measured change": float(np.array([line["value"] for line in measured], dtype=float).sum())})
     return _table("check: change of the targets' losses", rows)
 
 
@@ -232,7 +233,7 @@ def _mixture(record: Record) -> Result:
     def changes(share_BG: F64) -> tuple[F64, F64]:
         """Return the predicted improvement of each target per step, and its lower bound, (B, T) each."""
         moved_BG = share_BG - now_G
-        change_BT = -moved_BG @ value_TG.T
+        change_BT = -moved_BG @ np.nan_to_num(value_TG).T
         error_BT = np.sqrt(moved_BG**2 @ np.nan_to_num(error_TG).T ** 2)
         return change_BT, change_BT - error_BT * ndtri(CONFIDENCE) / ndtri((1 + COVERAGE) / 2)
 
