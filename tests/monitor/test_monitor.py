@@ -317,3 +317,10 @@ def test_a_compiled_model_has_the_losses_of_an_evaluation(tmp_path):
     expected = evaluated_loss(world.model())
     for source, (_, loss) in recorded_loss(Record.read(tmp_path)).items():
         assert loss == pytest.approx(expected[source], abs=1e-5)
+
+
+def test_rows_that_occur_in_two_sources_are_counted(tmp_path, capsys):
+    rows = [{"text": "w1 w2 w3", "source": source} for source in "abab"]
+    sft(tmp_path, grasp.Monitor("source", strict=True), Dataset.from_list(rows), max_steps=1).train()
+    assert "monitor: 2 rows are also rows of another source, which counts\n" in capsys.readouterr().out
+    assert {row["source"] for row in Record.read(tmp_path).select("loss")} == {"a"}
