@@ -52,6 +52,7 @@ OPTIONAL = (
     "formats",
     "merging",
     "mixing",
+    "monitor",
     "paper",
     "previews",
     "retraining",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from grasp.api.evaluate import evaluate
     from grasp.merging.merge import merge as _merge
     from grasp.mixing.import_runs import import_runs
+    from grasp.monitor.monitor import Monitor
     from grasp.pipeline.add_targets import add_targets
     from grasp.pipeline.build import add_replay
     from grasp.pipeline.proxy import train_proxy
@@ -38,6 +39,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "Artifact": "grasp.api.artifact",
+    "Monitor": "grasp.monitor.monitor",
     "RetrainedRuns": "grasp.runs.retrained",
     "Result": "grasp.results",
     "add_replay": "grasp.pipeline.build",
@@ -62,6 +64,7 @@ _HOMES = {
 __all__ = [
     "Artifact",
     "GraspError",
+    "Monitor",
     "Result",
     "RetrainedRuns",
     "__version__",

@@ -1,0 +1,113 @@
+"""Find the segments of a training batch, their losses in the training's own forward pass, and their sources.
+
+A segment is one row of the dataset. A batch has one per line, or several in a line without padding, which position ids
+separate. The collator drops the label of a row, so a segment is recognised by a hash of its token ids. This changes
+nothing that the model receives, and is independent of shuffling, padding and the order of packed rows.
+Start with `segments`. Shape letters: B lines of a batch, L tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from grasp.arrays import F64, I64, Bool
+from grasp.errors import SettingsError
+
+IGNORED = -100  # label of a token without loss
+Label = str | Callable[[Any], Any]  # column of a dataset, or function of its rows
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Token ids of one row in a batch, which of them carry loss, and their losses (None: not computed), each (L,)."""
+
+    ids: I64
+    has_loss: Bool
+    losses: F64 | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens with loss."""
+        return int(self.has_loss.sum())
+
+    @property
+    def loss(self) -> float:
+        """Return the sum of the losses, NaN if they are unknown."""
+        return float("nan") if self.losses is None else float(self.losses[self.has_loss].sum())
+
+
+def hash_ids(*sides: Any) -> int:
+    """Return a hash of the token ids of a row, or of both sides of a preference pair."""
+    digest = xxhash.xxh3_64()
+    for ids in sides:
+        digest.update(np.ascontiguousarray(ids, dtype=np.int64).tobytes())
+        digest.update(b"end")
+    return digest.intdigest()
+
+
+@torch.no_grad()
+def segments(inputs: Mapping[str, Any], outputs: Any = None) -> list[Segment]:
+    """Return the segments of a batch in order, without padding, on the CPU.
+
+    Losses are those of TRL's fused head (`log_probs`), or are computed from logits, line by line, without another
+    forward pass; NaN if the outputs have neither. Without labels no token carries loss.
+    """
+    ids, labels = inputs["input_ids"], inputs.get("labels")
+    log_probs, logits = (getattr(outputs, name, None) for name in ("log_probs", "logits"))
+    has_loss_BL, losses_BL = torch.zeros_like(ids, dtype=torch.bool), torch.full(ids.shape, torch.nan).double()
+    if labels is not None:
+        has_loss_BL[:, 1:] = labels[:, 1:] != IGNORED  # the first token has no context
+    n_scored = ids.shape[1] - 1  # prompt learning adds virtual tokens on the left
+    if log_probs is not None:
+        losses_BL[:, 1:] = -log_probs[:, -n_scored:].cpu()
+    elif logits is not None and labels is not None:
+        for b, mask in enumerate(has_loss_BL):
+            scored = logits[b, -n_scored - 1 : -1][mask[1:]]
+            scored = scored.to(torch.promote_types(scored.dtype, torch.float32))
+            losses_BL[b, mask.cpu()] = F.cross_entropy(scored, labels[b, mask], reduction="none").cpu().double()
+    ids, has_loss, losses = (part.cpu().numpy() for part in (ids, has_loss_BL, losses_BL))
+    parts = []
+    for b, place in _bounds(inputs, ids.shape):
+        mask_L = has_loss[b, place] & (np.arange(place.stop - place.start) > 0)
+        parts.append(Segment(ids[b, place], mask_L, losses[b, place]))
+    return parts
+
+
+def _bounds(inputs: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+    """Yield the line and the place of each segment."""
+    mask, positions = (
+        part.cpu().numpy() if isinstance(part, Tensor) and part.shape == shape else np.ones(shape)
+        for part in (inputs.get("attention_mask"), inputs.get("position_ids"))
+    )
+    for b in range(shape[0]):
+        if len(present := np.flatnonzero(mask[b])):
+            first, end = present[0], present[-1] + 1
+            starts = first + np.flatnonzero(positions[b, first:end] == 0)
+            yield from ((b, slice(*bounds)) for bounds in pairwise(np.unique([first, *starts, end]).tolist()))
+
+
+def sources_of_rows(dataset: Any, label: Label) -> list[str]:
+    """Return the source of each row of a dataset.
+
+    Raises:
+        SettingsError: the column is missing, or a row has no value.
+    """
+    known = getattr(dataset, "column_names", None) or list(dataset[0])
+    if not callable(label) and label not in known:
+        raise SettingsError(
+            f"label: the training dataset has no column {label!r}, got {', '.join(known)}; packing drops all "
+            "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
+        )
+    if not callable(label) and hasattr(dataset, "select_columns"):
+        dataset = dataset.select_columns([label])  # others are not decoded
+    values = [label(row) if callable(label) else row[label] for row in dataset]
+    if None in values:
+        raise SettingsError(f"label: row {values.index(None)} has no {label!r}; expected a value in every row")
+    return list(map(str, values))
