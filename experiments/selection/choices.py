@@ -14,14 +14,12 @@ from grasp.arrays import F64, I64
 from grasp.artifact.reader import ArtifactReader
 from grasp.baselines.bm25 import query_text
 from grasp.baselines.classifier import TextOdds
-from grasp.baselines.dsir import bucket_counts, log_ratio
 from grasp.methods.contract import MethodInputs
 from grasp.methods.registry import configure_methods, score_artifact
 from grasp.predict.default_protocol import DEFAULT_PROTOCOL
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.seeds import stream
 
-BUCKETS = 10_000  # of DSIR
 NEGATIVES = 10_000  # of the classifier
 
 
@@ -94,13 +92,6 @@ def _question_texts(world: World, known: I64) -> list[str]:
     return [query_text(units[e]) for e in known.tolist()]
 
 
-def _dsir(world: World, target: str, known: I64, draw: int) -> F64:
-    """Score like `grasp.baselines.dsir`, from the known questions."""
-    counts_NH = bucket_counts(world.texts, BUCKETS)
-    weight_H = log_ratio(_question_texts(world, known), np.asarray(counts_NH.sum(axis=0), dtype=np.float64))
-    return np.asarray(counts_NH @ weight_H) + stream(draw, "selection", "dsir", target).gumbel(size=len(world.texts))
-
-
 def _classifier(world: World, target: str, known: I64, draw: int) -> F64:
     """Score like `grasp.baselines.classifier`, from the known questions."""
     negatives = stream(draw, "selection", "negatives", target).permutation(len(world.texts))[:NEGATIVES]
@@ -137,7 +128,6 @@ METHODS: dict[str, Any] = {
     "random": _random,
     "bm25": _of_units("bm25"),
     "perplexity": _perplexity,
-    "dsir": _dsir,
     "classifier": _classifier,
     "mean": _mean,
     "estimate": _estimate,
