@@ -28,7 +28,7 @@ import grasp
 from grasp.files import write_atomically
 from grasp.models.tokenizer import train_tokenizer
 from grasp.monitor.effects import evaluation_mode, load_questions
-from grasp.monitor.record import Record
+from grasp.monitor.record import MonitorRecord
 from grasp.seeds import stream
 
 SOURCES = {"sums": "gsm8k:train", "medicine": "MedQuAD", "programs": "GPTeacher:codegen", "noise": "GPTeacher:roleplay"}
@@ -137,7 +137,7 @@ def question_losses(model: Any, tokenizer: Any, targets: list[str]) -> dict[str,
 
 def compare(work: Path, trained: dict[str, Any]) -> dict[str, Any]:
     """Correlate the effects after 20 % of the training with the losses of trainings without a source."""
-    record = Record.read(work / "without-None")
+    record = MonitorRecord.read(work / "without-None")
     draws = np.random.default_rng(0)
     effects = {
         step: {(row["target"], row["source"]): row for row in record.select("effect") if row["step"] == step}

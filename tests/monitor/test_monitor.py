@@ -14,7 +14,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import grasp
-from grasp.monitor.record import Record
+from grasp.monitor.record import MonitorRecord
 from tests.monitor import world
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainers
@@ -92,7 +92,7 @@ def test_losses_of_sft_by_source_are_those_of_an_evaluation_of_the_same_rows(tmp
     model = world.model()
     trainer = sft(tmp_path, monitor, data.to_iterable_dataset() if is_stream else data, model, **changes)
     trainer.train()
-    losses = recorded_loss(Record.read(tmp_path))
+    losses = recorded_loss(MonitorRecord.read(tmp_path))
     assert set(losses) == set(world.SOURCES)
     if changes.get("packing_strategy") != "bfd_split":  # whose rows lose their context
         expected = evaluated_loss(model)
@@ -118,7 +118,7 @@ def test_a_trainer_of_transformers_with_its_own_columns(tmp_path, capsys):
         callbacks=[grasp.Monitor(lambda row: row["source"].upper(), strict=True)],
     )
     trainer.train()
-    losses, expected = recorded_loss(Record.read(tmp_path)), evaluated_loss(model)
+    losses, expected = recorded_loss(MonitorRecord.read(tmp_path)), evaluated_loss(model)
     for source, loss in expected.items():
         assert losses[source.upper()][1] == pytest.approx(loss, abs=2e-6)
     assert "loss by source" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_dpo_shows_losses_and_margins(tmp_path, lora):
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
     )
     trainer.train()
-    record = Record.read(tmp_path)
+    record = MonitorRecord.read(tmp_path)
     # the mean over sources of each step is what the trainer logs
     for logs in trainer.state.log_history[:12]:
         for measure, name in (("margin", "rewards/margins"), ("dpo_loss", "loss")):
@@ -195,7 +195,7 @@ def test_effects_are_logged_printed_and_stored(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "exam" in output
     assert {"monitor/loss/exam", "monitor/effect/exam/noise"} <= set(seen)
-    record = Record.read(tmp_path)
+    record = MonitorRecord.read(tmp_path)
     effects = {row["source"]: row for row in record.select("effect") if row["step"] == 20}
     assert effects["exam"]["high"] < 0  # helps
     assert effects["exam"]["value"] < min(effects["noise"]["value"], effects["letters"]["value"])
@@ -216,9 +216,9 @@ def test_a_training_goes_on_from_its_checkpoint_with_the_rows_before_it(tmp_path
             tmp_path / "out", monitor, save_strategy="steps", save_steps=5, max_steps=7 if not checkpoint else 12
         )
         if checkpoint:
-            assert Record.read(tmp_path / "out").last_step("loss") == 7
+            assert MonitorRecord.read(tmp_path / "out").last_step("loss") == 7
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5") if checkpoint else None)
-    record = Record.read(tmp_path / "out")
+    record = MonitorRecord.read(tmp_path / "out")
     assert sorted({row["step"] for row in record.select("loss")}) == list(range(1, 13))
     assert [row["step"] for row in record.select("target_loss")] == [2, 4, 6, 8, 10, 12]
     assert [row["step"] for row in record.select("measured")] == [4, 8, 10, 12]  # not over the gap at the checkpoint
@@ -281,7 +281,7 @@ def test_a_loop_of_its_own(tmp_path, capsys):
             assert not monitor.sums  # logged just now
     summary = monitor.end()
     assert "effect of one more step" in repr(summary)
-    assert len(Record.read(tmp_path / "seen").select("target_loss")) == 4
+    assert len(MonitorRecord.read(tmp_path / "seen").select("target_loss")) == 4
     assert repr(summary) in capsys.readouterr().out
 
 
@@ -295,7 +295,7 @@ def test_losses_are_those_of_tokens_with_loss_in_bfloat16(tmp_path):
         **{"bf16": True, "max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.0},
     )
     trainer.train()
-    losses = recorded_loss(Record.read(tmp_path))
+    losses = recorded_loss(MonitorRecord.read(tmp_path))
     for source in world.SOURCES:
         words = [row["completion"].split() for row in rows if row["source"] == source]
         assert losses[source][0] == sum(len(completion) + 1 for completion in words)  # and the end of the text
@@ -315,7 +315,7 @@ def test_a_compiled_model_has_the_losses_of_an_evaluation(tmp_path):
     changes = {"torch_compile": True, "learning_rate": 0.0, "num_train_epochs": 1, "max_steps": -1}
     sft(tmp_path, grasp.Monitor("source", strict=True), model=model, **changes).train()
     expected = evaluated_loss(world.model())
-    for source, (_, loss) in recorded_loss(Record.read(tmp_path)).items():
+    for source, (_, loss) in recorded_loss(MonitorRecord.read(tmp_path)).items():
         assert loss == pytest.approx(expected[source], abs=1e-5)
 
 
@@ -323,4 +323,4 @@ def test_rows_that_occur_in_two_sources_are_counted(tmp_path, capsys):
     rows = [{"text": "w1 w2 w3", "source": source} for source in "abab"]
     sft(tmp_path, grasp.Monitor("source", strict=True), Dataset.from_list(rows), max_steps=1).train()
     assert "monitor: 2 rows are also rows of another source, which counts\n" in capsys.readouterr().out
-    assert {row["source"] for row in Record.read(tmp_path).select("loss")} == {"a"}
+    assert {row["source"] for row in MonitorRecord.read(tmp_path).select("loss")} == {"a"}

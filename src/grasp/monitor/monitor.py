@@ -28,7 +28,7 @@ from grasp.arrays import F64
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.monitor import batches
 from grasp.monitor.effects import ROWS, Effects, LabelledRow, Measurement, Row, clip_window, load_questions
-from grasp.monitor.record import Record, Summary
+from grasp.monitor.record import MonitorRecord, MonitorSummary
 
 SHARE_OF_TIME = 0.05  # of the training that measurements take by default
 FIRST_STEP = 10  # of a measurement by default: Adam's second moments are means of this many steps
@@ -98,7 +98,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
     def _start(self, n_steps: int, directory: Path | None) -> None:
         """Forget a training before this one, and read its table if it continues."""
         self._remove_hooks()
-        self.n_steps, self.record = n_steps, Record("source" if callable(self.label) else self.label, directory)
+        self.n_steps, self.record = n_steps, MonitorRecord("source" if callable(self.label) else self.label, directory)
         if n_steps:
             self.record.resume(n_steps)
         self.source_of: dict[int, str] | None = None  # of each row, by its hash
@@ -227,12 +227,12 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         if self.n_steps % LOGGED_STEPS == 0:
             self._log({}, self._gather_sums())
 
-    def end(self) -> Summary | None:
+    def end(self) -> MonitorSummary | None:
         """Measure a last time, store the table, and print and return the summary; None if the monitor is off."""
         return self._finish(self._gather_sums())
 
     @guarded
-    def _finish(self, sums: Sums) -> Summary:
+    def _finish(self, sums: Sums) -> MonitorSummary:
         self._log({}, sums)
         is_outdated = self.last is not None and self.record.last_step("effect") < self.n_steps
         if is_outdated and (self.every or self._is_affordable()):
@@ -243,7 +243,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         spent = time.perf_counter() - self.started
         self.record.notes.append(f"monitoring took {self.seconds:.1f} s of {spent:.1f} s ({self.seconds / spent:.1%})")
         self.record.write()
-        summary = Summary.of(self.record)
+        summary = MonitorSummary.of(self.record)
         if self.is_main:
             print(summary, flush=True)  # noqa: T201
         return summary

@@ -2,7 +2,7 @@
 
 The table has one row per value: `step`, `measure` (loss, dpo_loss, margin, effect, target_loss, predicted, measured),
 `source`, `target`, `value`, the bounds `low` and `high`, and `rows` and `tokens` that a loss is a mean of.
-Start with `Summary.of`. Shape letters: B mixtures, G sources, T targets.
+Start with `MonitorSummary.of`. Shape letters: B mixtures, G sources, T targets.
 """
 
 import json
@@ -40,7 +40,7 @@ UNIT = 1e-3  # of printed effects, in nats
 Line = dict[str, Any]  # a row of a table
 
 
-class Record:
+class MonitorRecord:
     """The rows of the table so far.
 
     Args:
@@ -88,10 +88,10 @@ class Record:
     def resume(self, step: int) -> None:
         """Read the rows up to a checkpoint; later ones are measured again."""
         if self.directory is not None and (self.directory / FILE).exists():
-            self.rows = [row for row in Record.read(self.directory).rows if row["step"] <= step]
+            self.rows = [row for row in MonitorRecord.read(self.directory).rows if row["step"] <= step]
 
     @classmethod
-    def read(cls, run: Path) -> "Record":
+    def read(cls, run: Path) -> "MonitorRecord":
         """Read the table of a run.
 
         Args:
@@ -113,13 +113,13 @@ class Record:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Summary(Result):
+class MonitorSummary(Result):
     """What a monitor measured; printed as a few tables."""
 
     parts: tuple[Result, ...]
 
     @classmethod
-    def of(cls, record: Record) -> "Summary":
+    def of(cls, record: MonitorRecord) -> "MonitorSummary":
         """Summarise a record, and write the proposed mixture beside the stored table."""
         findings, parts = list[str](), [_losses(record)]
         headline = f"{len(record.by('source', 'loss'))} sources in {record.last_step('loss'):,} steps"
@@ -149,7 +149,7 @@ def _table(title: str, rows: Sequence[Line], notes: Sequence[str] = ()) -> Resul
     return Result(table, title, tuple(notes), signs=False)
 
 
-def _losses(record: Record) -> Result:
+def _losses(record: MonitorRecord) -> Result:
     """Return the losses by source: means of the first and the last tenth of the logs, and their difference."""
     rows = []
     for source, logged in record.by("source", "loss").items():
@@ -181,7 +181,7 @@ def _verdict(measured: Sequence[Line]) -> str:
     return f"{STOPPED} after step {helped[-1]}" if helped else f"{UNCLEAR}; {NEVER}"
 
 
-def _effects(record: Record) -> list[Line]:
+def _effects(record: MonitorRecord) -> list[Line]:
     """Return the effects of sources on targets."""
     rows = []
     for target in record.by("target", "effect"):
@@ -193,7 +193,7 @@ def _effects(record: Record) -> list[Line]:
     return rows
 
 
-def _checks(record: Record) -> Result:
+def _checks(record: MonitorRecord) -> Result:
     """Return predicted and measured changes of the targets' losses, added over all measurements."""
     rows = []
     for target, losses in record.by("target", "target_loss").items():
@@ -207,7 +207,7 @@ def _checks(record: Record) -> Result:
     return _table("check: change of the targets' losses", rows)
 
 
-def _mixture(record: Record) -> Result:
+def _mixture(record: MonitorRecord) -> Result:
     """Propose a mixture of the sources from the last effects, and write it; without rows if none is proposed.
 
     Each effect counts by the bound of its interval that is nearer to zero, and guards keep every target from becoming
@@ -249,7 +249,7 @@ def _mixture(record: Record) -> Result:
     return _table(title, [{record.label: source, "now": now, "proposed": share} for source, now, share in lines], notes)
 
 
-def table_of_runs(records: Iterable[tuple[str, Record]]) -> pa.Table:
+def table_of_runs(records: Iterable[tuple[str, MonitorRecord]]) -> pa.Table:
     """Return one line per run for `grasp runs import`: shares of tokens, and losses of sources and targets."""
     lines = []
     for name, record in records:
