@@ -428,7 +428,7 @@ def test_a_guarded_mixture_meets_its_guards_and_no_other_one_that_does_is_better
     assert meets_B.sum() > 20
     assert objective_B[0] >= objective_B[meets_B].max() - 0.005
     assert objective_B[0] < objective_B.max() - 0.02  # the guards have a price
-    assert sum("without this guard the objective gains 0." in note for note in result.notes) == 2
+    assert sum("without it the objective gains 0." in note for note in result.notes) == 2
 
 
 def test_guards_that_nothing_meets_are_relaxed_by_the_least_amount_and_named(rivals):

@@ -29,7 +29,7 @@ def test_a_linear_problem_has_its_optimum_on_the_guard_and_the_price_of_its_mult
     share_G, notes = guards([[0.0], [1.0], [0.0]], 0.1).optimize(PROBLEM, lambda p_BG: p_BG[:, 0], [PROBLEM.current_G])
     np.testing.assert_allclose(share_G, [23 / 30, 7 / 30, 0], atol=0.01)
     assert "guard guard-0: predicted change -0.1" in notes[0]
-    assert "without this guard the objective gains 0.23" in notes[0]
+    assert "without it the objective gains 0.23" in notes[0]
 
 
 def test_guards_that_contradict_each_other_are_relaxed_by_the_least_sum():
@@ -38,6 +38,16 @@ def test_guards_that_contradict_each_other_are_relaxed_by_the_least_sum():
     violation_K = np.maximum(1 / 3 + 0.05 - share_G, 0)
     assert violation_K.sum() == pytest.approx(0.15, abs=0.01)
     assert any("no mixture within the bounds keeps every guard within 0: " in note for note in notes)
+
+
+@pytest.mark.parametrize("distance", [0.0, 0.2])
+def test_a_guarded_mixture_stays_within_the_distance(distance):
+    problem = MixtureProblem(np.zeros(3), np.ones(3), np.full(3, 1 / 3), distance)
+    share_G, _ = guards([[0.0], [1.0], [0.0]], 0.1).optimize(problem, lambda p_BG: p_BG[:, 0], [PROBLEM.current_G])
+    assert share_G.sum() == pytest.approx(1.0, abs=1e-5)
+    assert 0.5 * np.abs(share_G - 1 / 3).sum() <= distance + 1e-5
+    assert share_G[0] == pytest.approx(1 / 3 + distance, abs=1e-4)
+    assert share_G[1] >= 1 / 3 - 0.1 - 1e-5
 
 
 def test_a_guard_that_does_not_bind_changes_nothing():

@@ -324,10 +324,7 @@ class _WideTable:
         fields_of_run: list[Any] = [
             [self.runs[r] for r in chosen_R],
             [_parse_seed(seeds[r], f"{self.location}: run {self.runs[r]!r}") for r in chosen_R],
-            [
-                size if size is None else count_text(size) if isinstance(size, int | float) else str(size)
-                for size in map(sizes.__getitem__, chosen_R)
-            ],
+            [count_text(sizes[r]) if isinstance(sizes[r], int | float) else sizes[r] for r in chosen_R],
         ]
         for name in ("params", "tokens"):
             counts = _counts(self.metadata[name])

@@ -18,7 +18,7 @@ import pyarrow as pa
 from scipy.stats import f as f_distribution
 from scipy.stats import norm
 
-from grasp.arrays import F64, Bool
+from grasp.arrays import F64, Bool, ratio
 from grasp.mixing.mixture_model import MixtureModel, Runs
 from grasp.results import Result
 
@@ -55,22 +55,23 @@ def assess(model: MixtureModel) -> Result:
     utility_RT = np.nanmean(utility_RST, axis=1)
     variance_T = utility_RT.var(axis=0, ddof=1)
     residual_RT = model.gaussian_process.held_out_residuals()[:, :-1]
-    error_T, correlation_T = (residual_RT**2).mean(axis=0), _correlations(utility_RT - residual_RT, utility_RT)
+    error_T, predicted_RT = (residual_RT**2).mean(axis=0), utility_RT - residual_RT
+    covariance_T = ((predicted_RT - predicted_RT.mean(axis=0)) * (utility_RT - utility_RT.mean(axis=0))).mean(axis=0)
+    correlation_T = ratio(covariance_T, predicted_RT.std(axis=0) * utility_RT.std(axis=0))
     noise_T, is_noise_T, has_seeds = _noise(utility_RST, error_T, correlation_T)
     seeds = float((~np.isnan(utility_RST[:, :, 0])).sum(axis=1).mean())
     spread_T = np.sqrt(np.maximum(variance_T - noise_T**2 / seeds, 0.0))
     excess_T = np.maximum(error_T - noise_T**2 / seeds, 0.0) if has_seeds else error_T
     signal_T = spread_T**2 if has_seeds else variance_T
-    needed_T = np.divide(
-        n_runs * excess_T, MAX_ERROR * signal_T, out=np.full(len(signal_T), np.inf), where=signal_T > 0
-    )
-    verdicts, runs_needed = [], []
-    for needed, is_noise in zip(needed_T.tolist(), (is_noise_T | (needed_T > MAX_RUNS)).tolist(), strict=True):
-        runs_needed.append(None if is_noise else max(math.ceil(needed), 1))
-        if is_noise:
-            verdicts.append(NOISE if has_seeds else UNCLEAR)
-        else:
-            verdicts.append(DECIDABLE if needed <= n_runs else f"needs about {math.ceil(needed)} runs")
+    needed_T = ratio(n_runs * excess_T, MAX_ERROR * signal_T, undefined=np.inf)
+    is_noise_T |= needed_T > MAX_RUNS
+    pairs = list(zip(needed_T.tolist(), is_noise_T.tolist(), strict=True))
+    runs_needed = [None if is_noise else max(math.ceil(needed), 1) for needed, is_noise in pairs]
+    noise = NOISE if has_seeds else UNCLEAR
+    verdicts = [
+        noise if count is None else DECIDABLE if count <= n_runs else f"needs about {count} runs"
+        for count in runs_needed
+    ]
     order = np.lexsort((-correlation_T, is_noise_T))
     table = pa.table(
         {
@@ -84,11 +85,9 @@ def assess(model: MixtureModel) -> Result:
         }
     ).take(pa.array(order))
     n_decidable = verdicts.count(DECIDABLE)
-    source = (
-        "a run, from its seeds" if has_seeds else "a run at most, as no run has several seeds: errors for held-out runs"
-    )
+    bound = "" if has_seeds else " at most, from errors for held-out runs, as none has several seeds"
     notes = [
-        f"noise: standard deviation of {source}",
+        f"noise: standard deviation of a run{bound}",
         "decidable: predictions for held-out runs correlate by .7 or more with results without noise",
     ]
     return Result(
@@ -112,9 +111,3 @@ def _noise(utility_RST: F64, error_T: F64, correlation_T: F64) -> tuple[F64, Boo
     noise_T = np.sqrt(np.nansum((utility_RST - mean_RT[:, None]) ** 2, axis=(0, 1)) / freedom_T)
     ratio_T = mean_RT.var(axis=0, ddof=1) * seeds_RT.mean(axis=0) / np.maximum(noise_T**2, np.finfo(np.float64).tiny)
     return noise_T, ratio_T < f_distribution.isf(SIGNIFICANCE, n_runs - 1, freedom_T), True
-
-
-def _correlations(predicted_RT: F64, utility_RT: F64) -> F64:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        pairs = zip(predicted_RT.T, utility_RT.T, strict=True)
-        return np.nan_to_num([float(np.corrcoef(predicted_R, utility_R)[0, 1]) for predicted_R, utility_R in pairs])

@@ -34,7 +34,7 @@ from grasp.results import Result
 from grasp.runs.gaussian_process import GaussianProcess
 from grasp.runs.imported_runs import row_weights
 from grasp.runs.subset_features import SubsetFeatures
-from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA
+from grasp.runs.table import MAX_LISTED, WEIGHTS_SCHEMA, RunTable
 from grasp.seeds import stream
 from grasp.select.budget import check_share_bounds, first_few, parse_shares, parse_tokens
 from grasp.select.matched_repetition import PlannedRun, match_repetition
@@ -148,19 +148,7 @@ def propose_runs(
     share_KG = np.where(has_prediction_K1, rounded_KG, share_KG)  # one at the end of the range is not rounded
     names = [f"next-{k + 1}" for k in range(len(selected_K))]
     if subsets is not None and artifact is not None:
-        # as row weights, which `grasp retrain` trains on
-        k, g = (index.ravel() for index in np.indices(share_KG.shape))
-        shares = [np.array(names, object)[k], np.array(values, object)[g], share_KG.ravel()]
-        trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
-        files = artifact.files
-        blocks: Iterable[SubsetBlock] = row_weights(replace(model.table, trained=trained), files)[0]
-        if plan is not None and label is not None:
-            tokens_N = row_tokens(files)
-            length = tokens_N.sum() if train_tokens is None else parse_tokens(train_tokens)
-            blocks, short = match_repetition(blocks, plan, label_column(files, label), tokens_N, length)
-            notes += short
-        corpus = files.manifest.fingerprints.get("corpus", "")
-        write_subsets(Path(subsets), blocks, RowIndex.from_parquet(files.rows_path), weights=True, corpus=corpus)
+        notes += write_mixtures(Path(subsets), names, share_KG, model.table, artifact.files, plan, train_tokens)
     gain = f"expected increase of the optimum through this run, in {model.objective_unit}"
     if len(selected_K) < count or not any(gain_K):
         notes.insert(0, "no further run is expected to change the result; train one outside these bounds, or stop here")
@@ -193,6 +181,34 @@ def propose_runs(
         (f"gain: {gain}", *notes, *model.notes),
         signs=False,
     )
+
+
+def write_mixtures(
+    path: Path,
+    names: Sequence[str],
+    share_KG: F64,
+    table: RunTable,
+    artifact: ArtifactReader,
+    plan: PlannedRun | None,
+    train_tokens: str | float | None,
+) -> list[str]:
+    """Write mixtures as row weights, which `grasp retrain` trains on; with a plan, values repeat as often as in it.
+
+    Returns:
+        Notes on values of which the corpus has too few tokens for the plan.
+    """
+    k, g = (index.ravel() for index in np.indices(share_KG.shape))
+    shares = [np.array(names, object)[k], np.array(table.values, object)[g], share_KG.ravel()]
+    trained = pa.table([pa.array(column) for column in shares], WEIGHTS_SCHEMA.names).cast(WEIGHTS_SCHEMA)
+    blocks: Iterable[SubsetBlock] = row_weights(replace(table, trained=trained), artifact)[0]
+    notes: list[str] = []
+    if plan is not None and table.info.label is not None:
+        tokens_N = row_tokens(artifact)
+        length = tokens_N.sum() if train_tokens is None else parse_tokens(train_tokens)
+        blocks, notes = match_repetition(blocks, plan, label_column(artifact, table.info.label), tokens_N, length)
+    corpus = artifact.manifest.fingerprints.get("corpus", "")
+    write_subsets(path, blocks, RowIndex.from_parquet(artifact.rows_path), weights=True, corpus=corpus)
+    return notes
 
 
 def repetition_caps(

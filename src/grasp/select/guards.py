@@ -57,17 +57,15 @@ class Guards:
         change_1K, lower_1K = self.changes(share_G[None])
         value_here, notes = float(value(share_G[None])[0]), []
         for k, name in enumerate(self.names):
-            other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
-            # other solutions of a guard that is met with room to spare differ by the accuracy of the solver only
-            has_room = lower_1K[0, k] + self.tolerance > MIN_MARGIN * abs(change_1K[0, k] - lower_1K[0, k])
-            price = 0.0 if has_room else float(value(other_G[None])[0]) - value_here
+            price = 0.0  # of a guard with room to spare, without which only the accuracy of the solver would differ
+            if lower_1K[0, k] + self.tolerance <= MIN_MARGIN * abs(change_1K[0, k] - lower_1K[0, k]):
+                other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
+                price = float(value(other_G[None])[0]) - value_here
             note = (
                 f"guard {name}: predicted change {change_1K[0, k]:+z.3f}, with {CONFIDENCE:.0%} at least "
                 f"{lower_1K[0, k]:+z.3f}, above 0 is better"
             )
-            note += (
-                f"; without this guard the objective gains {price:.3f}" if price >= MIN_PRICE else "; it does not bind"
-            )
+            note += f"; without it the objective gains {price:.3f}" if price >= MIN_PRICE else "; it does not bind"
             if relaxed_K[k]:
                 note = (
                     f"no mixture within the bounds keeps every guard within {self.tolerance:g}: {name} is relaxed to "
@@ -90,9 +88,10 @@ class Guards:
         violation_B = np.maximum(-slack(points_BG), 0.0).sum(axis=1)
         nearest_G, relaxed = points_BG[int(violation_B.argmin())], np.zeros(len(guards))
         if violation_B.min() > 0.0:
-            nearest_G, relaxed = _solve(problem, lambda p_BG: np.zeros(len(p_BG)), slack, scale, nearest_G, None)
+            nearest_G = _solve(problem, lambda p_BG: np.zeros(len(p_BG)), slack, scale, nearest_G, None)
+            relaxed = np.maximum(-slack(nearest_G[None])[0], 0.0)
             relaxed[relaxed < TOLERANCE * scale] = 0.0
-        optima = [_solve(problem, value, slack, scale, start_G, relaxed)[0] for start_G in (nearest_G, *points_BG)]
+        optima = [_solve(problem, value, slack, scale, start_G, relaxed) for start_G in (nearest_G, *points_BG)]
         optimum_BG = np.stack([nearest_G, *optima])
         meets_B = np.asarray((slack(optimum_BG) + relaxed >= -TOLERANCE * scale).all(axis=1))
         meets_B[0] = True
@@ -109,8 +108,8 @@ def _solve(
     scale: float,
     start_G: F64,
     relaxed_K: F64 | None,
-) -> tuple[F64, F64]:
-    """Return a local optimum by sequential quadratic programming, and the relaxation of the guards, (K,).
+) -> F64:
+    """Return a local optimum by sequential quadratic programming, or the start if it finds none within the bounds.
 
     Args:
         scale: of the slack, by which constraints are divided.
@@ -134,11 +133,7 @@ def _solve(
 
     size = float(np.abs(gradient(value, start_G)).max()) or 1.0
     constraints: list[Any] = [
-        {
-            "type": "eq",
-            "fun": lambda x: x[:n_values].sum() - 1.0,
-            "jac": lambda x: (np.arange(len(x)) < n_values) * 1.0,
-        },
+        {"type": "eq", "fun": lambda x: x[:n_values].sum() - 1.0},
         {"type": "ineq", "fun": slacks, "jac": slacks_gradient},
     ]
     if problem.distance is not None:
@@ -155,7 +150,10 @@ def _solve(
         options={"maxiter": MAX_STEPS, "ftol": 1e-7},
     )
     share_G = np.clip(solution.x[:n_values], problem.low_G, problem.high_G)
-    return share_G, scale * solution.x[n_values:]
+    moved = 0.5 * float(np.abs(share_G - problem.current_G).sum())
+    max_moved = np.inf if problem.distance is None else problem.distance
+    is_valid = abs(share_G.sum() - 1.0) <= TOLERANCE and moved <= max_moved + TOLERANCE
+    return share_G if is_valid else start_G
 
 
 def parse_guards(not_worse: str | Sequence[str] | None, tolerance: float, known: Sequence[str]) -> tuple[str, ...]:

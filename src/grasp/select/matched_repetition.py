@@ -100,9 +100,5 @@ def match_repetition(
         if wanted > TOLERANCE * available:
             short.append(f"{name} {wanted / available:.2g} times as often")
     notes = [f"repeated more often than planned, since the corpus is too small: {first_few(short)}"] if short else []
-
-    def restricted() -> Iterator[SubsetBlock]:
-        for block in blocks:
-            yield SubsetBlock(block.subset_ids, Weights(csr_array(block.weights_BN.multiply(factor_N[None]))))
-
-    return restricted(), notes
+    retained_weights = ((block.subset_ids, block.weights_BN.multiply(factor_N[None])) for block in blocks)
+    return (SubsetBlock(ids, Weights(csr_array(weights_BN))) for ids, weights_BN in retained_weights), notes
