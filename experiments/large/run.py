@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "tokens": 2_200_000, "vocabulary": 4_096, "length": 256, "units": 128, "subsets": 24, "tuning_subsets": 0,
         "tuning_steps": (), "tuning_rows": 0, "recipe": "paper-50m",
         "shape": {"vocab_size": 4_096, "hidden": 256, "intermediate": 768, "layers": 5, "heads": 4, "tied": True},
-        "overrides": {"steps": 130, "batch_rows": 32, "micro_rows": 32, "learning_rate": 2e-3, "warmup_steps": 15,
+        "overrides": {"steps": 145, "batch_rows": 32, "micro_rows": 32, "learning_rate": 2e-3, "warmup_steps": 15,
                       "cpu_autocast": True},
     },
     "proof": {
