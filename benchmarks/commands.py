@@ -24,9 +24,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 
-from experiments.worlds.training import prepare_model
-
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for `experiments`
+
+from experiments.worlds.training import prepare_model  # noqa: E402
+
 DATA = ROOT.parent / "shared" / "data" / "instructions.parquet"
 LONGEST = 256  # tokens of a chat
 

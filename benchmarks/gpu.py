@@ -8,6 +8,10 @@ One run measures, each beside the limit of the same run:
     build     a model of the shape of the recipe paper-50m, rows of 2,048 Zipf tokens: tokens a second of the forward
               stage, of the bare body and of body and head over the same batches, and what share of the speed of a large
               matrix product of the same kind (bfloat16) its operations are
+    profile   where the time of a pass over the same rows goes, by stage: body, head, softmax and top k, each kernel,
+              padding, copies; beside the time that the operations of a stage need at the speed of a large product, or
+              its bytes at that of a large copy
+    logits    softmax and top k of one chunk of logits: from half precision, as in a build, and from a float32 copy
     agree     the artifact of a GPU in float32 beside that of a CPU, by array: largest difference over the largest
               entry
 
@@ -15,15 +19,18 @@ Everything runs through the package: nothing here is only for the benchmark. GPU
 """
 
 import argparse
+import functools
 import json
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -31,18 +38,25 @@ import pyarrow.parquet as pq
 import torch
 from build import Clock, bare
 from retrain import finish
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
+from grasp.entry_points import entries
+from grasp.kernels.kernel import kernel_class
+from grasp.models import forward_pass, residuals
 from grasp.models.causal_lm import ReferenceModel
+from grasp.models.head import OutputHead
 from grasp.models.tokenizer import train_tokenizer
+from grasp.pipeline import model_pass
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, build_settings
 from grasp.training.recipe import named_recipe
 
 UNITS, WIDTH = 640, 129
 TOLERANCE = 2e-3  # that of tests/test_gpu.py
+ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
 
 
 @dataclass(frozen=True)
@@ -53,14 +67,12 @@ class Sizes:
     length: int
     units: int
     batch_tokens: int
-    subsets: int
-    sweep_rows: int
-    block: int
     agree_rows: int
+    features: dict[str, Any]
 
 
-FULL = Sizes(4096, 2048, UNITS, 65_536, 100_000, 1_000_000, 1_000, 32)
-SMALL = Sizes(6, 64, 8, 256, 40, 5_000, 20, 4)
+FULL = Sizes(4096, 2048, UNITS, 65_536, 32, {})
+SMALL = Sizes(6, 64, 8, 256, 4, {"sample_positions": 100})  # a sample, as of large corpora
 
 
 def write_world(root: Path, sizes: Sizes, *, small: bool) -> None:
@@ -96,6 +108,7 @@ def settings_of(root: Path, sizes: Sizes, device: str, dtype: str, rows: int, tr
             "corpus": {"path": str(root / "corpus.parquet"), "max_length": sizes.length, "limit": rows},
             "targets": {"names": [str(root / "target.jsonl")], "units_per_target": None},
             "train": train,
+            "features": sizes.features,
             "shard_rows": 256,
         }
     )
@@ -160,6 +173,80 @@ def time_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
     return result
 
 
+@contextmanager
+def stages() -> Iterator[None]:
+    """Name the stages of a pass over rows in a profile."""
+    places: list[tuple[Any, str, str]] = [
+        (forward_pass, "pad_rows", "padding"),
+        (ReferenceModel, "hidden", "body"),
+        (OutputHead, "linear_logits", "head"),
+        (residuals, "sparse_residual", "softmax and top k"),
+        (model_pass, "refuse_non_finite", "search for NaN"),
+    ]
+    places += [(kernel_class(name), "score", f"kernel {name}") for name in entries("grasp.kernels")]
+
+    def named(function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with record_function(f"stage: {stage}"):
+                return function(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for owner, name, stage in places:
+            stack.enter_context(mock.patch.object(owner, name, named(getattr(owner, name), stage)))
+        yield
+
+
+def profile_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
+    """Seconds of the device, or of a CPU, in each stage of loop 2, and the least that its work needs."""
+    settings = settings_of(root, sizes, device, "auto", sizes.rows)
+    with stages(), profile(activities=ACTIVITIES[device]) as profiled:
+        clock = DeviceClock(device)
+        build_artifact(settings, root / "profiled", progress=clock)
+        wall = clock.stop()
+    model, tokens = ReferenceModel.load(settings.model), RowStore.open(root / "profiled" / "tokens").n_tokens
+    events = profiled.key_averages()
+    micros = "device_time_total" if device == "cuda" else "cpu_time_total"
+    seconds = {
+        event.key.removeprefix("stage: "): getattr(event, micros) / 1e6
+        for event in events
+        if event.key.startswith("stage: ") and "CUDA" not in str(event.device_type)  # once, not also as the GPU's range
+    }
+    copies = sum(getattr(event, "self_device_time_total", 0.0) / 1e6 for event in events if "Memcpy" in event.key)
+    busy = sum(getattr(event, "self_device_time_total", 0.0) / 1e6 for event in events) if device == "cuda" else None
+    rate, width = matmul_rate(model, min(sizes.batch_tokens, 16_384)), 2 if model.dtype.itemsize == 2 else 4
+    # Loop 1 reads a sample of the rows too, so the limits are those of both loops together, by the tokens that pass.
+    block = torch.empty(2**28 if device == "cuda" else 2**22, dtype=torch.float32, device=model.device)
+    copied_per_s = 2 * 4 * block.numel() / best(block.clone, device)  # read and written
+    logit_bytes = tokens * model.vocab_size * (3 * width + 4)  # maxima and softmax read them, probabilities are written
+    head = 2.0 * tokens * model.vocab_size * model.hidden_size
+    body = operations(model, sizes.length) * tokens - head
+    limits = {"body": body / rate["peak"], "head": head / rate["peak"], "softmax and top k": logit_bytes / copied_per_s}
+    return {
+        "stages_s": seconds,
+        "limits_s": limits,
+        "copies_s": copies,
+        "busy_s": busy,
+        "wall_s": wall,
+        "copied_bytes_per_s": copied_per_s,
+    }
+
+
+def time_logits(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
+    """Seconds of the residuals of a chunk of half-precision logits, and of their float32 copy, as of a capped head."""
+    vocab = named_recipe("tiny" if sizes is SMALL else "paper-50m").shape.vocab_size
+    n = max(1, (residuals.GPU_LOGIT_ELEMENTS if device == "cuda" else residuals.LOGIT_ELEMENTS // 8) // vocab)
+    logits, label = torch.randn(n, vocab, device=device).bfloat16(), torch.randint(0, vocab, (n,), device=device)
+    scratch = torch.empty(n, vocab, device=device)
+    forms = {"half": lambda: logits, "float32 copy": logits.float}
+    return {
+        f"{name} s": best(lambda form=form: residuals.sparse_residual(form(), label, 64, scratch=scratch), device)
+        for name, form in forms.items()
+    } | {"positions": n}
+
+
 def operations(model: ReferenceModel, length: int) -> float:
     """Multiplications and additions a token: body, causal attention, head at every position (docs/scale.md)."""
     embedding = model.vocab_size * model.hidden_size
@@ -187,6 +274,8 @@ def agreement(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Path, Sizes, str], dict[str, Any]]] = {
     "build": time_build,
+    "profile": profile_build,
+    "logits": time_logits,
     "agree": agreement,
 }
 
@@ -200,6 +289,15 @@ def table(result: dict[str, Any]) -> str:
             f"        {part['share_of_peak']:.1%} of a square product's {part['matmul_per_s']['peak']:.2e} a second; "
             + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in part["stages_s"].items())
         )
+    if part := result.get("profile"):
+        for name, seconds in sorted(part["stages_s"].items(), key=lambda item: -item[1]):
+            limit = part["limits_s"].get(name)
+            lines.append(f"profile {name:<22} {seconds:8.2f} s" + (f", limit {limit:.2f} s" if limit else ""))
+        wall = sum(part["wall_s"].values())
+        busy = "" if part["busy_s"] is None else f"the device is busy {part['busy_s']:.2f} s, "
+        lines.append(f"profile {busy}copies {part['copies_s']:.2f} s, wall {wall:.2f} s")
+    if part := result.get("logits"):
+        lines.append("logits  " + ", ".join(f"{name} {part[name]:.4f}" for name in part if name != "positions"))
     if part := result.get("agree"):
         worst = max(part["arrays"], key=part["arrays"].get)
         verdict = "within" if part["within"] else "NOT within"

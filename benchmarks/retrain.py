@@ -8,11 +8,14 @@ few steps of warm-up; host and device run apart, so the clock is read after the 
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `tests`
 
 from grasp.training.recipe import TrainingRecipe, named_recipe
 from grasp.training.row_order import batch_order, relative_weights, token_batches

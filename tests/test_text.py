@@ -104,15 +104,16 @@ def test_a_table_has_only_finite_numbers_and_no_spreadsheet_formulas(tmp_path, n
     texts = ["=1+1", "@SUM(A1)", "-2", "+x", "\t=1", "plain", None]
     numbers = [float("nan"), float("inf"), -1.0, 2.5, None, 0.0, 1e308]
     table = pa.table({"row_id": texts, "label": pa.array(texts).dictionary_encode(), "value": numbers, "n": range(7)})
+    table = table.append_column("large", pa.array(texts, pa.large_string()))
     path = write_table(table, tmp_path / name)
     finite = [None, None, -1.0, 2.5, None, 0.0, 1e308]
     if name.endswith(".parquet"):
-        expected = {"row_id": texts, "label": texts, "value": finite, "n": list(range(7))}
+        expected = {"row_id": texts, "label": texts, "value": finite, "n": list(range(7)), "large": texts}
         assert pq.read_table(path).to_pydict() == expected
         return
     lines = list(csv.DictReader(path.read_text().splitlines()))
     assert [line["row_id"] for line in lines] == ["'=1+1", "'@SUM(A1)", "'-2", "'+x", "'\t=1", "plain", ""]
-    assert [line["label"] for line in lines] == [line["row_id"] for line in lines]
+    assert all(line["label"] == line["large"] == line["row_id"] for line in lines)
     assert [float(line["value"]) if line["value"] else None for line in lines] == finite
 
 

@@ -33,7 +33,7 @@ from grasp.distil.apply import apply
 from grasp.distil.scorer import CARD, WEIGHTS, Scorer
 from grasp.errors import ArtifactError, GraspError
 from grasp.files import UNSIGNED, entry_of, with_checksum
-from grasp.runs.table import INFO, RESULTS, TRAINED
+from grasp.runs.training_runs import INFO, SUBSETS, UTILITIES
 from tests.cli.grasp_command import run as grasp_command
 
 PIECES = ("..", "/", "etc", "\\", "C:", "\0", "\n", "\x1b[2J", "~", " ", ".", "a", "rows.parquet", "\u202e", "x" * 200)
@@ -175,7 +175,7 @@ def hostile_runs(bench: Bench) -> None:
         return
     path = bench.copy(bench.whole("runs-import"), "runs")
     raw = json.loads((path / INFO).read_text(encoding="utf-8"))
-    name = draw.choice((TRAINED, RESULTS))
+    name = draw.choice((SUBSETS, UTILITIES))
     table = pq.read_table(path / name)
     column = draw.choice(table.column_names)
     values = draw.choice([[None], ["\x1b[2J"], [1e308], [float("nan")], [-1], [[1]], [{"a": 1}], [b"\xff"], [10**18]])
@@ -263,10 +263,10 @@ def named_after(bench: Bench, name: str, place: Path) -> tuple[Path, Path, Path,
     card |= {"target": name, "scored_by": name, "made_by": {name: name}, "fingerprints": {name: name}}
     info |= {"label": bench.draw.choice(["topic", name])}
     trained |= {"recipe": name, "made_by": {name: name}}
-    for file in (TRAINED, RESULTS):
+    for file in (SUBSETS, UTILITIES):
         table = pq.read_table(runs / file)
-        spelled = pa.array([name if i == "run-0" else i for i in table["run"].to_pylist()])
-        pq.write_table(table.set_column(0, "run", spelled), runs / file)
+        spelled = pa.array([name if i == "run-0" else i for i in table["subset_id"].to_pylist()])
+        pq.write_table(table.set_column(table.column_names.index("subset_id"), "subset_id", spelled), runs / file)
     info["files"] = {file: entry_of(runs / file).model_dump() for file in info["files"]}
     signed_again(art / MANIFEST, manifest)
     signed_again(scorer / CARD, card)

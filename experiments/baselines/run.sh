@@ -7,9 +7,12 @@ ARTIFACT=bench-out/cc-completion
 REFERENCE=bench-out/environments/cc-topic/reference/seed-0
 HERE=experiments/baselines
 for name in cc-topic cc-format; do
+  label=${name#cc-}
+  { cat $HERE/methods.yaml; echo "oracle-ridge-$label-share-of-subset: {method: datamodels, penalty: ridge, sees: $label}"; } \
+    > bench-out/methods-$name.yaml
   grasp evaluate $ARTIFACT --runs experiments/environments/$name \
-    --protocol experiments/lds_main/protocol.yaml --method-settings $HERE/methods.yaml \
-    --checkpoints $REFERENCE --oracle ridge --json $HERE/$name.json
+    --protocol experiments/lds_main/protocol.yaml --method-settings bench-out/methods-$name.yaml \
+    --checkpoints $REFERENCE --json $HERE/$name.json
 done
 # The lasso over masks as the source has it: 640 units and five tasks, each with a strength of its own, 8 folds. More
 # than an hour of one core, so on the environment that is held out alone.

@@ -4,8 +4,8 @@
     cd experiments/worlds/work
     grasp build --train further --recipe recipe.yaml --model model --corpus chats.jsonl \
         --targets sciq,arc_easy,hellaswag,documents-units.jsonl \
-        --max-length 128 --dtype bfloat16 --set targets.units_per_target=32 --set features.sample_positions=32768 \
-        --out chats
+        --max-length 128 --set model.dtype=bfloat16 --set targets.units_per_target=32 \
+        --set features.sample_positions=32768 --out chats
     grasp score chats --target instructions
     grasp select chats --budget 96 --target sciq=1,arc_easy=1,hellaswag=1,instructions=1 --export chosen --format jsonl
     cd ../../.. && python -m experiments.finetune.decide runs --data ../shared/data

@@ -170,7 +170,8 @@ def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         return column
     is_formula = pc.match_substring_regex(column, FORMULA_PREFIX)
-    return pc.if_else(is_formula, pc.binary_join_element_wise("'", column, ""), column)
+    quote, end = pa.scalar("'", column.type), pa.scalar("", column.type)
+    return pc.if_else(is_formula, pc.binary_join_element_wise(quote, column, end), column)
 
 
 def _cell(value: Any, *, signs: bool) -> str:

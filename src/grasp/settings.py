@@ -496,19 +496,6 @@ class ReplaySettings(Settings):
     )
     memory_mb: int = Field(4096, ge=1, description="Memory for the steps of a segment in MB; larger ones are on disk.")
     seed: int = Field(0, ge=0, description="Seed of the orders of the rows, and of new adapters.")
-    check: int = Field(
-        0,
-        ge=0,
-        description="Retrainings with changed weights of groups of rows, whose effect is compared with the predicted "
-        "one; --check: 1. Not for a new model.",
-        exclude_if=lambda check: not check,  # a record of a replay has its checks, if there are any
-    )
-
-    @model_validator(mode="after")
-    def _check_has_all_steps(self) -> Self:
-        if self.check and self.window:
-            raise ValueError("check: needs derivatives of all steps; omit it, or the window")
-        return self
 
 
 def path_settings(settings_class: type[S], value: S | Mapping[str, Any] | Path | str, location: str) -> S:

@@ -86,8 +86,8 @@ def test_a_build_from_flags_reports_its_result_and_the_next_command(root, tmp_pa
             48,
             "--set",
             "features.kernels=[output_layer,embedding]",
-            "--dtype",
-            "float32",
+            "--set",
+            "model.dtype=float32",
             "--keep-features",
         ),
         *("--set", "targets.units_per_target=5", "--out", f"file://{tmp_path}/art"),  # a file URL is a path

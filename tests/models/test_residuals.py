@@ -52,6 +52,15 @@ def test_two_level_top_k_equals_topk(seed, vocab):
     assert torch.equal(actual, expected)
 
 
+def test_half_precision_logits_give_the_residuals_of_their_float32_copy():
+    logits, label = torch.randn(20, 5000).bfloat16(), torch.randint(0, 5000, (20,))
+    half, copied = (sparse_residual(of, label, 9) for of in (logits, logits.float()))
+    for name in ("index_PK", "value_PK", "loss_P"):
+        got, expected = getattr(half, name), getattr(copied, name)
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected), name
+
+
 def test_logits_in_chunks_give_the_same_residuals(monkeypatch):
     torch.manual_seed(0)
     head = OutputHead(torch.nn.Linear(8, 50))

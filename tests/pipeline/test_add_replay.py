@@ -173,19 +173,6 @@ def test_a_replay_killed_at_any_replace_resumes_to_the_same_bytes(copied, replay
         assert verify(out).ok
 
 
-def test_a_check_retrains_and_is_not_repeated(copied, replayed, monkeypatch):
-    how = {"replay": HOW["replay"] | {"check": 2}}
-    module = import_module("grasp.training.replayed_rows")
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_replay_order", _killed_in_order(1, module._replay_order))
-        with pytest.raises(Killed):
-            add_replay(copied, recipe=RECIPE, settings=how)
-    monkeypatch.setattr(module, "check_by_groups", None)  # its result is stored
-    record = add_replay(copied, recipe=RECIPE, settings=how)
-    assert "2 retrainings with changed weights of groups of rows: the measured" in record.notes[1]
-    assert stored(copied) == stored(replayed)
-
-
 def test_an_unfinished_replay_is_kept_beside_another_one(copied, monkeypatch):
     module = import_module("grasp.training.replayed_rows")
     run, other = module._replay_order, RECIPE | {"learning_rate": 2e-3}
@@ -330,10 +317,6 @@ def test_a_window_differentiates_the_last_steps(copied, monkeypatch):
     assert (record.passed, record.settings["window"]) == (True, 1)
     assert_mentions("\n".join(notes.lines), "the price of 2.5:")
     assert np.isfinite(columns(copied)).all()
-    message = r"replay: check: needs derivatives of all steps; omit it, or the window"
-    for how in ({"check": 1, "window": 1}, {"check": 1}):  # the second one has the window of the earlier replay
-        with pytest.raises(SettingsError, match=message):
-            add_replay(copied, recipe=RECIPE, settings={"replay": how})
 
 
 def test_the_forecast_contains_the_replay(settings, tmp_path):
@@ -356,7 +339,6 @@ def test_the_forecast_contains_the_replay(settings, tmp_path):
         ({"recipe": "none.yaml"}, r"none\.yaml"),
         ({"settings": {"replay": {"order": 1}}}, r"replay: order: .*orders"),
         ({"settings": {"replay": 3}}, r"replay: .*got 3"),
-        ({"settings": {"train": "new"}, "check": True}, "--check"),
     ],
 )
 def test_a_build_with_wrong_options_is_refused_before_the_model_runs(settings, tmp_path, options, message):

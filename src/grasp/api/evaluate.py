@@ -17,7 +17,6 @@ from grasp.errors import RunsError, SettingsError
 from grasp.methods.contract import AlignedRuns, MethodInputs
 from grasp.methods.registry import ConfiguredMethod, configure_methods, method_predictions
 from grasp.predict.default_protocol import resolve_protocol
-from grasp.predict.families import parse_family
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
 from grasp.runs.alignment import Alignment, match_targets
@@ -44,7 +43,6 @@ def evaluate(
     methods: str | Sequence[str] | None = None,
     method_settings: Place | Mapping[str, Any] | None = None,
     checkpoints: Sequence[Place] = (),
-    oracles: str | Sequence[str] = (),
     resamples: int = RESAMPLES,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -61,7 +59,6 @@ def evaluate(
         methods: published methods, separated by commas; see `grasp methods`.
         method_settings: YAML of settings by method, or by a label of your own; see `grasp methods`.
         checkpoints: checkpoint, or training run, for methods that use several. Default: next to the model.
-        oracles: fit ridge or lasso on the retrained subsets; append :masks or :LABEL to set the features.
         resamples: bootstrap resamples of the subsets.
         progress: receives the progress of published methods.
     Raises:
@@ -74,7 +71,6 @@ def evaluate(
         raise SettingsError(
             "checkpoints: no effect without a method that uses them; pass one with --methods, or omit it"
         )
-    published += configure_methods(None, _oracle_settings(oracles, bound_runs))
     built_in = resolve_protocol(None, art.files, known_questions=True)
     protocols = {built_in.name: built_in}
     if protocol is not None:  # if its name is taken, the name of the file is added
@@ -94,24 +90,6 @@ def evaluate(
         notes=notes,
         progress=progress,
     )
-
-
-def _oracle_settings(oracles: str | Sequence[str], runs: TrainingRuns) -> dict[str, dict[str, Any]]:
-    """Return the settings of regressions on the retrained subsets, by label, from e.g. `ridge`, `lasso:masks`.
-
-    The default features are the shares of the label by which the subsets were drawn, or else the masks of the subsets.
-    """
-    family = runs.info.family
-    label_of_runs = None if family is None else parse_family(family.spec).label
-    settings = {}
-    for text in parse_names(oracles):
-        penalty, _, features = text.partition(":")
-        if penalty not in ("ridge", "lasso"):
-            raise SettingsError(f"oracle: got {text!r}, expected ridge or lasso, optionally with :masks or :LABEL")
-        features = features or label_of_runs or "masks"
-        label = f"oracle-{penalty}-{features}" + ("" if features == "masks" else "-share-of-subset")
-        settings[label] = {"method": "datamodels", "penalty": penalty, "sees": features}
-    return settings
 
 
 def compare(

@@ -142,7 +142,7 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 
 # The option of an argument of a public function, if it is not `--name`.
-FLAGS = {"count": "-B", "columns": "--weights", "oracles": "--oracle", "tolerance": "--within"}
+FLAGS = {"count": "-B", "columns": "--weights", "tolerance": "--within"}
 FLAGS |= {"keep_features": "--keep-features/--no-keep-features"}
 # The placeholder of the option's value in the help, if it is not that of `METAVAR_BY_TYPE`.
 METAVARS = {

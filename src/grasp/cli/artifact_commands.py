@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     "grasp build --resume --out art",
     "grasp build --config art/run.yaml --out s3://bucket/art",
     verb="grasp.pipeline.build",
-    more="resume untrained tokenizer keep_features like rule dtype replay check warm_up recipe",
-    python="id_column",
+    more="resume untrained tokenizer keep_features like rule replay warm_up recipe",
+    python="id_column dtype",
 )
 def build(
     out: str = option("--out DIR", "Directory for the artifact, or a URL such as s3://bucket/art."),
@@ -58,14 +58,13 @@ def build(
     from grasp.targets.load import split_names
 
     resume, untrained, replay, recipe = (params.pop(name) for name in ("resume", "untrained", "replay", "recipe"))
-    check, warm_up = params.pop("check"), params.pop("warm_up")
+    warm_up = params.pop("warm_up")
     names = [name for text in targets for name in split_names(text)]
     flags = argument_settings(params) | {"targets.names": names or None}
     data = merge_settings(settings, assign, flags)
     idle = {"--ray": ray, "--workers": workers, "--resume": resume}
     if add_target is not None:
-        idle |= {"--untrained": untrained, "--warm-up": warm_up}
-        idle |= {"--replay": replay, "--check": check, "--recipe": recipe}
+        idle |= {"--untrained": untrained, "--warm-up": warm_up, "--replay": replay, "--recipe": recipe}
         _refuse_idle(idle, "--add-target, which runs in this process on a finished artifact")
         with Watch() as watch:
             source = add_targets(out, add_target, settings=data, progress=watch)
@@ -80,7 +79,7 @@ def build(
         _refuse_idle(idle, "--forecast, which looks at the first rows in this process")
         from grasp.pipeline.forecast import forecast as estimate
 
-        trainings: dict[str, Any] = {"replay": replay, "check": check, "warm_up": warm_up, "recipe": recipe}
+        trainings: dict[str, Any] = {"replay": replay, "warm_up": warm_up, "recipe": recipe}
         with Watch() as watch:
             print(estimate(out, data, untrained=untrained, progress=watch, **trainings))
         return
@@ -94,7 +93,6 @@ def build(
             resume=resume,
             untrained=untrained,
             replay=replay,
-            check=check,
             warm_up=warm_up,
             recipe=recipe,
             cluster=spec,

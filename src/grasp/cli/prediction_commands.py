@@ -48,7 +48,8 @@ ROWS_PER_END = 5  # number of most helpful and of least helpful rows that explai
     "grasp explain art --target sciq --unit sciq:152",
     "grasp explain art --target sciq --unit sciq:152 --row doc-17 --out why.html",
     verb="grasp.inspect.explain",
-    more="match protocol",
+    more="protocol",
+    python="match",
 )
 def explain(
     art: Art,

@@ -55,11 +55,10 @@ def methods(
 
 @command(
     "grasp evaluate art --runs env --protocol protocol.yaml --json result.json",
-    "grasp evaluate art --runs test --oracle ridge",
     "grasp evaluate art --runs env --methods bm25,loss,datamodels",
     "grasp evaluate art --runs env --method-settings methods.yaml --checkpoints env/reference/seed-0",
     verb="grasp.api.evaluate",
-    more="method_settings checkpoints oracles",
+    more="method_settings checkpoints",
     python="resamples",
 )
 def evaluate(

@@ -21,6 +21,7 @@ Shape letters: P row positions, S unit positions, E units, C coordinates of unit
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -191,10 +192,11 @@ def output_layer_relevance(
         position, value = order // n_kept, residual.value_PK.reshape(-1)[order]
 
     sum_EN = centred_PH.new_zeros(targets.n_units + 1, n_rows)  # the last row receives the padding
-    for block in targets.blocks:
+    first_keys = [block.start * n_rows for block in targets.blocks]
+    bounds = offset[[*first_keys, n_keys]].tolist()  # of all blocks at once, since it waits for a GPU
+    for block, (start, stop) in zip(targets.blocks, pairwise(bounds), strict=True):
         n_coordinates = len(block.unit_CE)
         block_offset = offset[block.start * n_rows : (block.start + n_coordinates) * n_rows + 1]
-        start, stop = int(block_offset[0]), int(block_offset[-1])
         gradient = weighted_sums(centred_PH, position[start:stop], block_offset - start, value[start:stop])
         gradient_CNH = gradient.view(n_coordinates, n_rows, -1)  # G_{i,k} for the coordinates of the block
         product_CEN = torch.bmm(block.vectors(targets.v_SH), gradient_CNH.transpose(1, 2))

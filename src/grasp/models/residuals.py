@@ -71,7 +71,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
     if values_PV.device.type != "cpu":
         return values_PV.topk(k, dim=1, sorted=False).indices
     # On a CPU, numpy's vectorised partition takes a quarter of torch's time, and that of values half of argpartition's.
-    values, first = values_PV.numpy(), vocab - k
+    values, first = values_PV.to(torch.promote_types(values_PV.dtype, torch.float32)).numpy(), vocab - k
     kth_value_P = np.partition(values, first, axis=1)[:, first]
     flat_index = np.flatnonzero(values >= kth_value_P[:, None])
     if len(flat_index) != len(values) * k:  # ties with the k-th value
@@ -85,20 +85,20 @@ def sparse_residual(
     """Compute residuals from logits, and keep the k largest probabilities and the label.
 
     Args:
-        logits_PV: inputs of the softmax, float32, or float64 for a model in float64; the residual has the same dtype.
+        logits_PV: inputs of the softmax; the residual has their dtype, but float32 if they have half precision.
         label_P: int64, the next token.
         k: number of probabilities that are kept, K.
         slope: d logits / d (W h) if the model scales or caps its logits, so that h (x) xi is the exact gradient with
             respect to the weight W of the output layer; a tensor has the shape of the logits, or (V,).
-        scratch: buffer (P, V) in the dtype of the logits, which is overwritten. Default: allocate one.
+        scratch: buffer (P, V) in the dtype of the residual, which is overwritten. Default: allocate one.
     Source: eq:token-residual. Deviation: with a scaled or capped head, xi contains the slope; else none.
     """
-    top_PK = top_k(logits_PV, k)
+    work, top_PK = torch.promote_types(logits_PV.dtype, torch.float32), top_k(logits_PV, k)
     index_PK = torch.cat([top_PK, label_P[:, None]], dim=1)
     slope_PK = slope.expand_as(logits_PV).gather(1, index_PK) if isinstance(slope, Tensor) else slope
-    probability_PV = torch.softmax(logits_PV, dim=1, out=scratch)
+    probability_PV = torch.softmax(logits_PV, dim=1, dtype=work, out=scratch)
     value_PK = probability_PV.gather(1, index_PK)
-    logit_PK = logits_PV.gather(1, index_PK)
+    logit_PK = logits_PV.gather(1, index_PK).to(work)
     # log Z = z_top - log p_top. The largest probability is at least 1 / V, so its logarithm is accurate.
     top_logit_P, top = logit_PK.max(dim=1)
     log_norm_P = top_logit_P - value_PK.gather(1, top[:, None])[:, 0].log()
@@ -120,11 +120,14 @@ def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, 
     buffer = hidden_PH.new_empty(chunk_positions, vocab)
     work = torch.promote_types(hidden_PH.dtype, torch.float32)
     scratch = hidden_PH.new_empty(chunk_positions, vocab, dtype=work)
+    # A GPU's softmax converts half precision as it reads it, so that no float32 copy of the logits is written and read.
+    is_copied = hidden_PH.device.type == "cpu" or head.scale != 1.0 or head.cap is not None
     residuals = []
     for start in range(0, len(hidden_PH), chunk_positions):
         stop = start + chunk_positions
         hidden, label = hidden_PH[start:stop], label_P[start:stop]
-        logits = head.link(head.linear_logits(hidden, out=buffer[: len(hidden)]).to(work))
+        logits = head.linear_logits(hidden, out=buffer[: len(hidden)])
+        logits = head.link(logits.to(work)) if is_copied else logits
         residuals.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
     return stack_residuals(residuals)
 

@@ -120,13 +120,12 @@ def _plan_for_artifact(
     model: Reference | None = None,
 ) -> ReplayPlan:
     """Plan a replay on the model and the rows of an artifact; the arguments are as of `replay_targets`."""
-    refuse_replay(origin.settings, settings)
+    refuse_replay(origin.settings)
     passed_replays = [record for record in artifact.manifest.replays if record.passed]
     if passed_replays:  # scores of later targets are comparable if recipe and settings are the same
         earlier, changed = passed_replays[-1], settings.model_dump(exclude_unset=True)
         recipe = recipe or FineTuningRecipe.model_validate(earlier.recipe)
-        unchecked = {name: value for name, value in earlier.settings.items() if name != "check"}
-        settings = validated(ReplaySettings, unchecked | changed, "replay")
+        settings = validated(ReplaySettings, earlier.settings | changed, "replay")
     reference = model or origin.start()
     assert isinstance(reference, ReferenceModel)
     rows = origin.rows
@@ -154,7 +153,7 @@ def _run_replay(
     """Train and differentiate every order of the plan; intermediate results are stored in the artifact `out`."""
     rows, unit_tokens = origin.rows, origin.unit_tokens
     # its name is a hash of all that determines the intermediate results
-    replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb", "check"})
+    replay_settings = plan.settings.model_dump(mode="json", exclude={"orders", "memory_mb"})
     content = [plan.recipe.model_dump(mode="json"), replay_settings, list(targets), artifact.manifest.fingerprints]
     key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
     directory = out / REPLAY / key
@@ -184,7 +183,6 @@ def _run_replay(
         directory,
         rate_K=np.array([plan.optimizer.learning_rate_at(step) for step in range(plan.optimizer.steps)]),
         predict_all_rows=predict_all_rows if plan.from_scratch else None,
-        retrainings=plan.settings.check,
         progress=progress,
     )
 
@@ -199,19 +197,14 @@ def refuse_longer_rows(recipe: FineTuningRecipe, rows: RowStore, artifact: Path 
         )
 
 
-def refuse_replay(settings: BuildSettings, replay: ReplaySettings) -> None:
+def refuse_replay(settings: BuildSettings) -> None:
     """Check that the training of a build can be replayed.
 
     Raises:
-        SettingsError: the model cannot be trained on the corpus, the rows are not stored, or a check of a new model.
+        SettingsError: the model cannot be trained on the corpus, or the rows are not stored.
     """
     if not settings.keep_tokens:
         raise SettingsError("--replay: reads the rows that the build stores; got keep_tokens: false, remove it")
-    if replay.check and settings.train == "new":
-        raise SettingsError(
-            "--check: needs derivatives of all steps, but those of the first third of a new model's training are noise "
-            "and left out; omit it, the agreement of orders is measured instead"
-        )
     if problem := training_problem(settings.model, settings.corpus):
         raise SettingsError(f"--replay: {problem}")
 
@@ -230,8 +223,6 @@ def _targets_without_replay(artifact: ArtifactReader, plan: ReplayPlan) -> tuple
     done: set[str] = set()
     for record in artifact.manifest.replays:
         settings = {**record.settings, "memory_mb": plan.settings.memory_mb}  # the memory changes no score
-        if not plan.settings.check:
-            settings.pop("check", None)  # more targets need no other check
         changed = list(differences({"recipe": record.recipe, "settings": settings}, current))
         if changed and record.passed:
             raise ArtifactError(

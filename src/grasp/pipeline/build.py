@@ -54,7 +54,6 @@ def build(
     keep_features: bool | None = None,
     like: str | Path | None = None,
     replay: bool = False,
-    check: bool = False,
     warm_up: int | None = None,
     recipe: Path | str | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | Path | str | None = None,
@@ -99,8 +98,6 @@ def build(
         like: use the moments (means and variances of features) of this artifact, so that grasp merge can merge both.
         replay: also differentiate the training itself, for more accurate predictions of subsets at the price of several
             trainings; a finished artifact gets it later by --out and --replay alone.
-        check: with --replay, also retrain once with changed weights of groups of rows, and compare the measured effect
-            with the predicted one.
         warm_up: take the first N steps of the training that is predicted, and read the corpus with the result; 0: read
             it with the model itself. Default: half of the steps of --recipe, since predictions of fine-tuning are more
             accurate there; 0 without it, for adapters, preference pairs and URLs, and in Python for objects.
@@ -128,8 +125,7 @@ def build(
         "keep_features": keep_features,
         "like": None if like is None else str(like),
     }
-    named = argument_settings(arguments) | {"replay.check": 1 if check else None}
-    nested = set_settings(plain_settings(settings), named)
+    nested = set_settings(plain_settings(settings), argument_settings(arguments))
     output, progress = output_location(out), progress or Progress()
     has_inputs = model is not None or corpus is not None or targets is not None or {"corpus", "targets"} & nested.keys()
     # without an artifact either, `add_replay` reports that there is none

@@ -218,7 +218,7 @@ def plan_build(
         load_units(settings.targets, in_memory.units)  # report errors before the training
     settings = resolve_settings(settings, in_memory.model)
     if replay_settings is not None:
-        refuse_replay(settings, replay_settings)
+        refuse_replay(settings)
     recorded = None if settings.recipe is None else validated(FineTuningRecipe, settings.recipe, "recipe")
     if recorded is not None and not (replay or "gradient" in settings.features.kernels):
         raise SettingsError(

@@ -35,7 +35,7 @@ from grasp.pipeline.replay_plan import Forecast, forecast_replay, peak_memory, p
 from grasp.progress import Progress
 from grasp.settings import BuildSettings, ReplaySettings
 from grasp.store.contents import parquet_bytes
-from grasp.yaml_files import plain_settings, set_settings, validated
+from grasp.yaml_files import plain_settings, validated
 
 PROBE_CHARS = 1 << 20  # characters of the corpus that are divided into rows
 PROBE_DOCUMENTS = 4_096  # maximum number of documents that are read
@@ -53,7 +53,6 @@ def forecast(
     *,
     untrained: bool = False,
     replay: bool = False,
-    check: bool = False,
     warm_up: int | None = None,
     recipe: Path | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -67,14 +66,13 @@ def forecast(
         settings: settings of `build`, which name all inputs.
         untrained: accept a model that predicts the first rows no better than chance.
         replay: also forecast a replay, see `build`.
-        check: include the check of the replay, see `build`.
         warm_up: steps of the training to the state that is read, see `build`; they are part of the time.
         recipe: training that is predicted, see `build`.
         progress: receives stages and notes.
     Raises:
         GraspError: an error that would stop the build before its first pass, or the artifact is finished.
     """
-    nested = set_settings(plain_settings(settings), {"replay.check": 1 if check else None})
+    nested = plain_settings(settings)
     output = output_location(out)
     is_finished = (output.directory / MANIFEST).exists()
     if replay and is_finished and not {"corpus", "targets"} & nested.keys():

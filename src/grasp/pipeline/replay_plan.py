@@ -204,7 +204,7 @@ def forecast_replay(plan: ReplayPlan, rows: RowStore, n_rows: int, n_targets: in
     training, order = plan.start(0), plan.order(n_rows, 0)
     size = TrajectorySize.of(len(order), training.n_parameters, training.parameter_bytes)
     step_seconds = time_step(training, rows, order[0] % rows.n_rows)  # `rows` may be fewer than the order names
-    trainings = plan.n_orders * replay_trainings(order, n_rows, n_targets, plan.differentiation) + plan.settings.check
+    trainings = plan.n_orders * replay_trainings(order, n_rows, n_targets, plan.differentiation)
     # The adjoint of a target has ADJOINT_SIZE numbers per parameter. On disk there are two versions of it while it is
     # written. In memory there is also a direction per target, at probe steps, and copies of the weights, of a direction
     # and of a product.

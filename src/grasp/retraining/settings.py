@@ -61,7 +61,12 @@ class RetrainSettings(Settings):
         None, description="Steps at which reference runs are saved. null: 1/8, 3/8, 5/8 and 7/8 of the steps."
     )
     device: str = Field("auto", description="auto: cuda if available, else cpu.")
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads per worker. null: an equal share.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads per worker. null: an equal share of $OMP_NUM_THREADS, or of all cores.",
+    )
     workers: int | None = Field(
         None, ge=1, description="Worker processes. null: one; on a cluster, one per GPU, or per core without GPUs."
     )

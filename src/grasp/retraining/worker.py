@@ -163,7 +163,8 @@ class Worker:
         self.recipe = resolved_recipe(settings)
         self.device = str(device_of(settings.device))
         hf_logging.disable_progress_bar()
-        torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 1) // (settings.workers or 1)))
+        cores = int(os.environ.get("OMP_NUM_THREADS", "0")) or os.cpu_count() or 1
+        torch.set_num_threads(settings.threads or max(1, cores // (settings.workers or 1)))
         self.store = RowStore.open(retrained.path / "tokens")
         self.tokenizer = tokenizer_of(settings, self.recipe, retrained.path)
         retrained.check_corpus(self.store.fingerprint, str(retrained.path / "tokens"))

@@ -1,24 +1,20 @@
-"""Checks of the derivatives of a training run: smoothness, agreement of orders, and retraining.
+"""Checks of the derivatives of a training run: smoothness, and agreement of orders.
 
 In a smooth run, the norm of the adjoint and the derivatives of drawn rows per learning rate are nearly constant over
 steps. Otherwise both grow towards the first steps, where the derivatives are noise. Two orders of the rows agree as far
-as the derivatives exceed noise. Finally, retraining with changed weights of groups of rows changes the utilities as
-predicted; changed weights of single rows have too small an effect to measure. Start with `smoothness`.
+as the derivatives exceed noise. Start with `smoothness`.
 
-Shape letters: K steps, N rows, T targets, R retrainings.
+Shape letters: K steps, N rows, T targets.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import spearmanr
 
-from grasp.arrays import F64, I64
+from grasp.arrays import F64
 from grasp.errors import ModelError
-from grasp.seeds import stream
-from grasp.training.metagradient import Metagradient, Target, utilities
-from grasp.training.trajectory import Trajectory
+from grasp.training.metagradient import Metagradient
 
 MAX_GROWTH = 4.0  # smooth runs stay below 2; the first third of runs from scratch has 8 and more
 N_WINDOWS = 12  # windows of steps whose standard deviations of derivatives are compared
@@ -102,68 +98,3 @@ def agreement(first: Metagradient, second: Metagradient, n_rows: int) -> F64:
 def rank_agreement(first_NT: F64, second_NT: F64) -> F64:
     """Return the rank correlation of two scores over rows, (T,)."""
     return np.array([float(spearmanr(a, b).statistic) for a, b in zip(first_NT.T, second_NT.T, strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCheck:
-    """Measured and predicted changes of utilities for changed weights of groups of rows, (R, T), nats."""
-
-    measured_RT: F64
-    predicted_RT: F64
-
-    @property
-    def slope(self) -> float:
-        """Return the least-squares slope through 0 of measured against predicted changes; 1 for exact derivatives."""
-        return float((self.measured_RT * self.predicted_RT).sum() / (self.predicted_RT**2).sum())
-
-    @property
-    def correlation(self) -> float:
-        """Return the cosine of measured and predicted changes over all retrainings and targets."""
-        norms = np.linalg.norm(self.measured_RT) * np.linalg.norm(self.predicted_RT)
-        return float((self.measured_RT * self.predicted_RT).sum() / norms)
-
-    def __str__(self) -> str:
-        count = len(self.measured_RT)
-        trainings = "a retraining" if count == 1 else f"{count} retrainings"
-        correlation = f", correlation {self.correlation:.2f}" if self.measured_RT.size > 1 else ""
-        return (
-            f"{trainings} with changed weights of groups of rows: the measured change is {self.slope:.2f} of the "
-            f"predicted one{correlation} (exact: 1)"
-        )
-
-
-def check_by_groups(
-    trajectory: Trajectory,
-    targets: Sequence[Target],
-    replay: Metagradient,
-    group_N: I64,
-    *,
-    shift: float = 0.1,
-    retrainings: int = 1,
-    seed: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> GroupCheck:
-    """Retrain with randomly increased or decreased weights of groups, and compare with the derivatives.
-
-    Args:
-        trajectory: the training run.
-        targets: targets of the replay.
-        replay: derivatives of the training run.
-        group_N: group of each row, from 0.
-        shift: size of the change of a weight.
-        retrainings: number of retrainings, each with other random signs.
-        seed: seed of the signs.
-        progress: callback that receives the number of finished retrainings.
-    """
-    assert np.isfinite(replay.adjoint_norm_KT).all(), "without early steps, it does not predict the whole change"
-    derivative_NT = replay.drawn(trajectory.rows.n_rows)
-    measured, predicted = [], []
-    for r in range(retrainings):
-        sign_G = stream(seed, "replay", "groups", r).choice([-1.0, 1.0], size=int(group_N.max()) + 1)
-        change_N = shift * sign_G[group_N]
-        trajectory.retrain(trajectory.weight_N + change_N)
-        measured.append(utilities(trajectory.training, targets) - replay.utility_T)
-        predicted.append(change_N @ derivative_NT)
-        if progress is not None:
-            progress(r + 1)
-    return GroupCheck(np.array(measured), np.array(predicted))

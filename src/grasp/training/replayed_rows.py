@@ -23,26 +23,15 @@ import numpy as np
 from grasp.arrays import F64, I64, ratio
 from grasp.corpus.row_store import RowStore
 from grasp.corpus.token_regression import SLOTS, TokenFeatures, ridge
-from grasp.files import atomic_path, discard, write_atomically
+from grasp.files import atomic_path, discard
 from grasp.progress import Progress
 from grasp.seeds import stream
 from grasp.training.metagradient import Metagradient, MetagradientSettings, Target, metagradient
-from grasp.training.replay_checks import (
-    MIN_AGREEMENT,
-    REMEDY,
-    Smoothness,
-    agreement,
-    check_by_groups,
-    rank_agreement,
-    smoothness,
-)
+from grasp.training.replay_checks import MIN_AGREEMENT, REMEDY, Smoothness, agreement, rank_agreement, smoothness
 from grasp.training.trajectory import Trajectory
 
 FOLDS = 5  # of documents, in regressions on text
 BLOCK_ROWS = 4096
-CHECK_GROUPS = 64  # groups of consecutive rows, which often have a common source
-CHECK_SHIFT = 0.2  # of the weight of a group, up or down
-MIN_CHECK = 0.5  # correlation of measured and predicted changes below which the derivatives are not to be trusted
 LATEST_START = 2 / 3  # a replay that is only smooth from a later part of the run on is discarded
 
 
@@ -157,7 +146,6 @@ def replay_rows(
     *,
     rate_K: F64 | None = None,
     predict_all_rows: Callable[[F64], F64] | None = None,
-    retrainings: int = 0,
     progress: Progress | None = None,
 ) -> ReplayedRows:
     """Train and differentiate in several orders, and score rows by what is smooth.
@@ -171,8 +159,6 @@ def replay_rows(
         directory: stores finished replays; it must belong to this training, these targets and settings.
         rate_K: learning rate of each step. Default: a constant one.
         predict_all_rows: function that predicts the scores of all rows from drawn scores, instead of probe steps.
-        retrainings: number of retrainings with changed weights of groups of rows, in the first smooth order, whose
-            effect is compared with the predicted one; see `check_by_groups`.
         progress: optional callback that receives the rows processed.
     """
     smooth_replays: list[tuple[Metagradient, int]] = []
@@ -186,8 +172,6 @@ def replay_rows(
         all_smoothness.append(smooth)
         notes.append(f"order {order_text}: {smooth}")
         if smooth.is_smooth or smooth.first_step <= LATEST_START * len(replay.order_KB):
-            if retrainings and not smooth_replays:
-                notes.append(_check_by_retraining(start(k), targets, replay, retrainings, progress or Progress(), path))
             smooth_replays.append((replay, smooth.first_step))
     if not smooth_replays:
         notes.append(f"no replay is smooth, so its scores are not used; {REMEDY}")
@@ -209,37 +193,6 @@ def replay_rows(
     if agreements and (least := float(np.min(np.mean(agreements, axis=0)))) < MIN_AGREEMENT:
         notes.append(f"two orders agree by {least:.2f} for the least target; {REMEDY}")
     return ReplayedRows(drawn_NT, all_NT, tuple(all_smoothness), tuple(agreements), tuple(notes))
-
-
-def _check_by_retraining(
-    trajectory: Trajectory,
-    targets: Sequence[Target],
-    replay: Metagradient,
-    retrainings: int,
-    progress: Progress,
-    replay_path: Path,
-) -> str:
-    """Compare derivatives with retrainings, and return the comparison as a sentence, stored next to the replay."""
-    path = replay_path.with_suffix(f".check-{retrainings}.txt")
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    n_rows = trajectory.rows.n_rows
-    n_drawn = sum(map(len, trajectory.order))
-    progress.stage("retraining to check the replay", rows=retrainings * n_drawn, tokens=None)
-    check = check_by_groups(
-        trajectory,
-        targets,
-        replay,
-        np.arange(n_rows) * min(n_rows, CHECK_GROUPS) // n_rows,
-        shift=CHECK_SHIFT,
-        retrainings=retrainings,
-        progress=lambda _: progress.advance(n_drawn, 0),
-    )
-    line = str(check) if check.correlation >= MIN_CHECK else f"{check}; the derivatives do not predict it: {REMEDY}"
-    write_atomically(path, line.encode())
-    if trajectory.directory is not None:
-        discard(trajectory.directory)
-    return line
 
 
 def _replay_order(
