@@ -425,9 +425,10 @@ def mix_runs(
     objective = partial(model.predict_objective, n_std=cautious)
     messages: list[str] = []
     if names:
-        best_G, messages = Guards(names, tolerance, partial(_guarded_changes, model, names)).optimize(
+        best_G, outcomes = Guards(names, tolerance, partial(_guarded_changes, model, names)).optimize(
             problem, objective, [problem.current_G, *starts]
         )
+        messages = [outcome.note for outcome in outcomes]
     else:
         best_G = frank_wolfe(problem, objective, list(starts))
     expected_R = model.predict_objective(model.share_RG)

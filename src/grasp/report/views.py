@@ -15,6 +15,7 @@ from grasp.predict.predictor import EFFECT_SIZE
 from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
+from grasp.select.guards import CONFIDENCE
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
 
@@ -335,12 +336,23 @@ def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
     lines, tail = lines[:SHARES_SHOWN], lines[SHARES_SHOWN:]
     if tail:
         lines.append((f"{len(tail):,} other values", sum(line[1] for line in tail), sum(line[2] for line in tail)))
+    guards = [
+        {
+            "name": name(guard.target),
+            "change": {"value": signed(guard.change), "interval": f"\u2265 {signed(guard.low)}"},
+            "limit": signed(guard.limit) + " (relaxed)" * guard.is_relaxed,
+            "price": f"binds; without it {signed(guard.price)} more" if guard.price else "does not bind",
+        }
+        for guard in (summary.guards if isinstance(summary, MixtureSummary) else ())
+    ]
     return {
         "title": title,
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol['name']}.", 400),
         **_changes(summary.targets, summary.scale),
+        "confidence": f"{CONFIDENCE:.0%}",
         "label": label,
         "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],
+        "guards": guards,
         "notes": [plain(note) for note in summary.notes],
     }
 

@@ -29,6 +29,36 @@ TOLERANCE = 1e-5  # violations below this part of the range of the slack count a
 
 
 @dataclass(frozen=True, slots=True)
+class GuardOutcome:
+    """A guard at the optimum, in the unit of its changes; the price is in that of the objective.
+
+    Attributes:
+        low: lower bound of the predicted change, which is at least `limit`.
+        limit: minus the tolerance, or less if the guard is relaxed because no mixture meets it.
+        price: what the objective would gain without the guard; 0: it does not bind.
+    """
+
+    target: str
+    change: float
+    low: float
+    limit: float
+    is_relaxed: bool
+    price: float
+
+    @property
+    def note(self) -> str:
+        """Return the outcome as a sentence."""
+        note = f"guard {self.target}: predicted change {self.change:+z.3f}, with {CONFIDENCE:.0%} at least "
+        note += f"{self.low:+z.3f}, above 0 is better; "
+        note += f"without it the objective gains {self.price:.3f}" if self.price else "it does not bind"
+        if self.is_relaxed:
+            note += (
+                f"; no mixture within the bounds keeps every guard: relaxed to {-self.limit:.3g}, the least possible"
+            )
+        return note
+
+
+@dataclass(frozen=True, slots=True)
 class Guards:
     """Targets that must not become worse.
 
@@ -44,8 +74,8 @@ class Guards:
 
     def optimize(
         self, problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]
-    ) -> tuple[F64, list[str]]:
-        """Return the best mixture that meets the guards, relaxed if they cannot be met, and a note on each guard.
+    ) -> tuple[F64, list[GuardOutcome]]:
+        """Return the best mixture that meets the guards, relaxed if they cannot be met, and the outcome of each.
 
         Args:
             problem: bounds and distance.
@@ -55,24 +85,16 @@ class Guards:
         every = list(range(len(self.names)))
         share_G, relaxed_K = self._optimize(problem, value, starts, every)
         change_1K, lower_1K = self.changes(share_G[None])
-        value_here, notes = float(value(share_G[None])[0]), []
+        value_here, outcomes = float(value(share_G[None])[0]), []
         for k, name in enumerate(self.names):
-            price = 0.0  # of a guard with room to spare, without which only the accuracy of the solver would differ
-            if lower_1K[0, k] + self.tolerance <= MIN_MARGIN * abs(change_1K[0, k] - lower_1K[0, k]):
+            change, low, price = float(change_1K[0, k]), float(lower_1K[0, k]), 0.0
+            # with room to spare, only the accuracy of the solver would differ
+            if low + self.tolerance <= MIN_MARGIN * abs(change - low):
                 other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
                 price = float(value(other_G[None])[0]) - value_here
-            note = (
-                f"guard {name}: predicted change {change_1K[0, k]:+z.3f}, with {CONFIDENCE:.0%} at least "
-                f"{lower_1K[0, k]:+z.3f}, above 0 is better"
-            )
-            note += f"; without it the objective gains {price:.3f}" if price >= MIN_PRICE else "; it does not bind"
-            if relaxed_K[k]:
-                note = (
-                    f"no mixture within the bounds keeps every guard within {self.tolerance:g}: {name} is relaxed to "
-                    f"{self.tolerance + relaxed_K[k]:.3g}, the least possible; {note}"
-                )
-            notes.append(note)
-        return share_G, notes
+            limit, is_relaxed = -self.tolerance - float(relaxed_K[k]), bool(relaxed_K[k])
+            outcomes.append(GuardOutcome(name, change, low, limit, is_relaxed, price if price >= MIN_PRICE else 0.0))
+        return share_G, outcomes
 
     def _optimize(
         self, problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64], guards: list[int]

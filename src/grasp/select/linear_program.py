@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from scipy import sparse
-from scipy.optimize import linprog
+from scipy.optimize import linprog, lsq_linear
 
 from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
@@ -25,6 +25,7 @@ from grasp.errors import SettingsError
 MAX_STEPS = 60  # maximum number of steps of `frank_wolfe` per start
 STEP_SIZES = np.linspace(0.0, 1.0, 33) ** 2  # of the line search towards a corner
 DIFFERENCE_STEP = 1e-3  # finite-difference step, relative to the weight plus an even weight
+EQUATION_WEIGHT = 1e5  # of an equation, relative to the squares that `least_step` minimises
 MIN_RELATIVE_GAIN = 1e-6  # stop if a step gains less than this part of the range along the line
 
 
@@ -116,6 +117,23 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
             "distance"
         )
     return np.asarray(np.clip(solution.x[:n], low_G, high_G))
+
+
+def least_step(problem: MixtureProblem, linear_G: F64, gain: float) -> F64:
+    """Return the change d of the current mixture with the least sum of squares for which l'd = gain, (G,).
+
+    Args:
+        problem: bounds within which some mixture has this gain; its distance and segments are ignored.
+        linear_G: coefficients l, on average about 0.
+        gain: difference of l'p between the mixtures.
+    """
+    scale = float(np.abs(linear_G).max())
+    # bounded least squares, with both equations as rows of large weight
+    equations = EQUATION_WEIGHT * np.stack([linear_G / scale, np.ones_like(linear_G)])
+    right_side = np.append(np.zeros_like(linear_G), [EQUATION_WEIGHT * gain / scale, 0.0])
+    bounds = problem.low_G - problem.current_G, problem.high_G - problem.current_G
+    rows = np.vstack([np.eye(len(linear_G)), equations])
+    return np.asarray(lsq_linear(rows, right_side, bounds, method="bvls").x)
 
 
 def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
