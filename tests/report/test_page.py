@@ -244,7 +244,7 @@ def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path)
     artifact = write_artifact(tmp_path / "art", sketches=False, worth=(4.0, 2.0, 0.0, -2.0, -4.0))
     plain = page_text(artifact)
     assert_contains(plain, "Contribution of each topic to sciq (right: it helps)")
-    assert_contains(plain, "No retrained runs", "grasp retrain", "--runs", "No mixture.")
+    assert_contains(plain, "Retrain on subsets to validate", "grasp retrain", "Compute mixture weights", "grasp mix")
     assert_contains(
         plain, "60 of 200 rows", " tokens. Expected change of the mean of 2 targets: +", "Not validated by retraining"
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from grasp.inspect.explanation import dominant_word_notes
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, Predictor
-from grasp.report.findings import Findings, LabelFindings, Missing
+from grasp.report.findings import Findings, LabelFindings
 from grasp.select.linear_program import MixtureProblem, least_step, solve
 from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
 
@@ -64,8 +64,8 @@ def payload(findings: Findings) -> dict[str, Any]:
         "targets": unique_names(findings.targets, MAX_CELL_CHARS),
         "weights": findings.weights_T.tolist(),
         "effectUnit": findings.effect_unit,
-        "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
-        "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
+        "runsUnit": "" if isinstance(outcomes, str) else outcomes.unit,
+        "intervals": "" if isinstance(outcomes, str) else plain(outcomes.title, 400).partition(": ")[2],
         "labels": [_label(findings, label) for label in findings.labels],
         "rows": {"rows": rows, "n": examples.n_ranked, "questions": questions},
     }
@@ -86,7 +86,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     # presets: the given mixture, and the corpus without slices that hurt more targets, by weight, than they help
     presets: list[dict[str, Any]] = []
     mixture = findings.mixture
-    if not isinstance(mixture, Missing) and mixture.label == slices.label:
+    if mixture is not None and mixture.label == slices.label:
         weight = {share.value: share.proposed / share.now if share.now else 1.0 for share in mixture.slices}
         percent_by_slice = [round(100 * min(weight.get(value, 1.0), MAX_WEIGHT)) for value in slices.names]
         clipped = f", clipped at {MAX_WEIGHT:.0%}" if max(weight.values()) > MAX_WEIGHT else ""
@@ -125,7 +125,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
 
     # predictions from runs: change per target, half width of its interval, and how the mixture extrapolates
     expected = None
-    if not isinstance(findings.outcomes, Missing):
+    if not isinstance(findings.outcomes, str):
         table = findings.outcomes.predict(weights)
         half_width_BT = table.high_BT - table.change_BT
         values = [

@@ -12,7 +12,7 @@ import numpy as np
 from grasp import text
 from grasp.arrays import F64
 from grasp.predict.predictor import EFFECT_SIZE
-from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
+from grasp.report.findings import Contribution, Findings, LabelFindings, display_unit
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
 from grasp.select.guards import CONFIDENCE
@@ -207,7 +207,7 @@ def row_views(findings: Findings, t: int, order: Sequence[int], kind: str) -> li
 
 def _agreement(findings: Findings, target: str) -> str:
     """Return a sentence on the agreement of predictions with retraining; empty if it is unknown."""
-    if isinstance(findings.agreement, Missing):
+    if findings.agreement is None:
         return ""
     agreement = findings.agreement
     (result,) = [method for method in agreement.report.methods if method.method == agreement.protocol]
@@ -250,7 +250,7 @@ def slices(label: LabelFindings, weights_T: F64) -> View:
 def fidelity(findings: Findings) -> View | None:
     """Return the comparison with retraining: metrics, and one scatter plot per target."""
     agreement, runs = findings.agreement, findings.runs
-    if isinstance(agreement, Missing) or runs is None:
+    if agreement is None or runs is None:
         return None
     report = agreement.report
     (default_method,) = [method for method in report.methods if method.method == agreement.protocol]
