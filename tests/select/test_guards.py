@@ -49,6 +49,16 @@ def test_guards_that_contradict_each_other_are_relaxed_by_the_least_sum():
     assert -sum(guard.limit for guard in outcomes) == pytest.approx(0.15, abs=0.01)
 
 
+def test_without_guards_the_nearest_mixture_to_a_point_is_its_projection():
+    """Of all mixtures with p <= .5, that nearest to (.9, .4, -.2) is (.5, .5, 0); a start outside is ignored."""
+    problem = MixtureProblem(np.zeros(3), np.full(3, 0.5), np.full(3, 1 / 3))
+    starts = [np.array([1.0, 0.0, 0.0]), problem.current_G]
+    point_G = np.array([0.9, 0.4, -0.2])
+    share_G, outcomes = Guards().optimize(problem, lambda p_BG: -np.square(p_BG - point_G).sum(axis=1), starts)
+    np.testing.assert_allclose(share_G, [0.5, 0.5, 0.0], atol=1e-4)
+    assert outcomes == []
+
+
 @pytest.mark.parametrize("distance", [0.0, 0.2])
 def test_a_guarded_mixture_stays_within_the_distance(distance):
     problem = MixtureProblem(np.zeros(3), np.ones(3), np.full(3, 1 / 3), distance)

@@ -359,22 +359,13 @@ def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
 
 def _changes(targets: Sequence[TargetChange], scale: str) -> View:
     """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
-    lines: list[View] = [
-        {
-            "name": name(change.target),
-            "weight": f"{change.weight:.0%}",
-            "change": signed(change.change),
-            "expected": _with_interval(change.expected, change.expected_low, change.expected_high, 3),
-            "nats": _with_interval(change.nats, change.nats_low, change.nats_high, 4),
-        }
-        for change in targets
-    ]
+    lines: list[View] = []
+    for part in targets:
+        line: View = {"name": name(part.target), "weight": f"{part.weight:.0%}", "change": signed(part.change)}
+        for column, digits in (("expected", 3), ("nats", 4)):
+            value, low, high = (getattr(part, column + end) for end in ("", "_low", "_high"))
+            ends = f"[{signed(low, digits)}, {signed(high, digits)}]"
+            line[column] = None if value is None else {"value": signed(value, digits), "interval": ends}
+        lines.append(line)
     has = {column: any(line[column] for line in lines) for column in ("expected", "nats")}
     return {"targets": lines, **has, "scale": plain(scale)}
-
-
-def _with_interval(value: float | None, low: float | None, high: float | None, digits: int) -> View | None:
-    """Return a value with its interval as text; None without a value."""
-    if value is None:
-        return None
-    return {"value": signed(value, digits), "interval": f"[{signed(low, digits)}, {signed(high, digits)}]"}

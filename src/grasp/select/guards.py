@@ -1,4 +1,4 @@
-"""Optimise a mixture subject to guards: other targets must not become worse.
+"""Maximise a smooth function of mixtures, subject to guards: other targets must not become worse.
 
 A guard is a target with a tolerance: the lower bound of its predicted change must be at least -tolerance, so that it is
 not worse with 90 % probability. Start with `Guards.optimize`. Where no mixture meets all guards, they are relaxed by
@@ -20,7 +20,7 @@ from grasp.select.linear_program import MixtureProblem
 from grasp.text import did_you_mean, parse_names
 
 CONFIDENCE = 0.9  # of a change being above its lower bound, one-sided
-MAX_STARTS = 3
+MAX_STARTS, MAX_PRICE_STARTS = 8, 3  # of the optimum, and of that without a guard
 MAX_STEPS = 100
 DIFFERENCE_STEP = 1e-4  # finite-difference step of shares
 MIN_MARGIN = 0.05  # of a guard that does not bind: least part of the distance between a change and its lower bound
@@ -60,7 +60,7 @@ class GuardOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """Targets that must not become worse.
+    """Targets that must not become worse; by default none.
 
     Attributes:
         names: targets or metrics.
@@ -68,9 +68,9 @@ class Guards:
         changes: of mixtures (B, G), the predicted changes and their lower bounds, (B, K) each; higher is better.
     """
 
-    names: tuple[str, ...]
-    tolerance: float
-    changes: Callable[[F64], tuple[F64, F64]]
+    names: tuple[str, ...] = ()
+    tolerance: float = 0.0
+    changes: Callable[[F64], tuple[F64, F64]] = lambda share_BG: (np.zeros((len(share_BG), 0)),) * 2
 
     def optimize(
         self, problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]
@@ -80,8 +80,10 @@ class Guards:
         Args:
             problem: bounds and distance.
             value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
-            starts: initial mixtures inside the bounds.
+            starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
         """
+        low_G, high_G = problem.low_G - TOLERANCE, problem.high_G + TOLERANCE
+        starts = [start_G for start_G in starts if ((low_G <= start_G) & (start_G <= high_G)).all()][:MAX_STARTS]
         every = list(range(len(self.names)))
         share_G, relaxed_K = self._optimize(problem, value, starts, every)
         change_1K, lower_1K = self.changes(share_G[None])
@@ -90,7 +92,8 @@ class Guards:
             change, low, price = float(change_1K[0, k]), float(lower_1K[0, k]), 0.0
             # with room to spare, only the accuracy of the solver would differ
             if low + self.tolerance <= MIN_MARGIN * abs(change - low):
-                other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
+                points, others = [share_G, *starts][:MAX_PRICE_STARTS], [j for j in every if j != k]
+                other_G, _ = self._optimize(problem, value, points, others)
                 price = float(value(other_G[None])[0]) - value_here
             limit, is_relaxed = -self.tolerance - float(relaxed_K[k]), bool(relaxed_K[k])
             outcomes.append(GuardOutcome(name, change, low, limit, is_relaxed, price if price >= MIN_PRICE else 0.0))
@@ -104,7 +107,7 @@ class Guards:
         def slack(share_BG: F64) -> F64:
             return self.changes(share_BG)[1][:, guards] + self.tolerance
 
-        points_BG = np.stack(starts[:MAX_STARTS])
+        points_BG = np.stack(starts)
         scale = float(np.ptp(slack(points_BG), axis=0).max(initial=0.0)) or 1.0
         # the least sum of violations: by the program with them as further variables, from the start that violates least
         violation_B = np.maximum(-slack(points_BG), 0.0).sum(axis=1)

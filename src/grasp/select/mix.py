@@ -36,7 +36,7 @@ from grasp.results import first_notes
 from grasp.select.budget import ROUNDING, check_share_bounds, first_few, parse_amount, parse_shares, parse_tokens
 from grasp.select.change_intervals import changes_by_unit
 from grasp.select.guards import CONFIDENCE, GuardOutcome, Guards, parse_guards
-from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
+from grasp.select.linear_program import MixtureProblem, Segments, solve
 from grasp.select.objective import OptimizationResult, SelectionObjective, repetition_law, weighted_targets
 from grasp.text import as_names, plain
 
@@ -167,7 +167,7 @@ def mix(
     range_note = ""
     if objective.by_runs:
         problem, range_note = _within_runs(problem, objective, slices)
-    guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else None
+    guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else Guards()
     p_G, gap, outcomes = _optimize(objective, slices, problem, guards)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
@@ -297,7 +297,7 @@ def _within_runs(
 
 
 def _optimize(
-    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem, guards: Guards | None
+    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem, guards: Guards
 ) -> tuple[F64, float, list[GuardOutcome]]:
     """Return the shares with the highest predicted change, an upper bound on its distance to the optimum, and guards.
 
@@ -316,11 +316,9 @@ def _optimize(
         # sum_g n_g / N r(N p_g / n_g) (m_g + b)
         return np.asarray((current_G * law(p_BG / current_G)) @ row_value_G)
 
-    if guards is not None:
+    if guards.names or objective.by_runs:
         p_G, outcomes = guards.optimize(problem, value, [p_G, current_G])
         return p_G, 0.0, outcomes
-    if objective.by_runs:
-        return frank_wolfe(problem, value, [p_G, current_G]), 0.0, []
     return p_G, max(segments.value(p_G) - float(value(p_G[None])[0]), 0.0), []
 
 
