@@ -140,6 +140,25 @@ def test_sliders_moved_by_keyboard_and_mouse_say_what_predict_says(view, tmp_pat
     sliders(view).nth(8).fill("0")
     assert view.locator("#whatif-command").text_content().count("--weight") == 3
     assert_same(view, tmp_path)
+    # a slider over a target, from the corpus: it changes its target by the number shown, to first order
+    view.locator("#whatif-all").click()
+    target_sliders = view.locator("#whatif-targets input[type=range]")
+    assert target_sliders.count() == 2
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
+        target_sliders.nth(1).press(key)
+    number_shown = float(view.locator("#whatif-targets output").nth(1).text_content())
+    assert shown(view)["boolq"]["change"] == pytest.approx(number_shown, rel=0.15)
+    assert_same(view, tmp_path)
+    target_sliders.nth(0).fill("-10")
+    moved = [int(slider.input_value()) for slider in sliders(view).all()]
+    assert (min(moved) >= 0, max(moved) <= 400, len(set(moved)) > 2) == (True, True, True)
+    assert shown(view)["sciq"]["change"] < 0
+    for slider in target_sliders.all():
+        slider.fill("0")  # steps are added to the mixture at which all are 0, which returns
+    assert {slider.input_value() for slider in sliders(view).all()} == {"100"}
+    target_sliders.nth(0).fill("4")
+    sliders(view).nth(1).fill("50")  # from now on, this is that mixture
+    assert {slider.input_value() for slider in target_sliders.all()} == {"0"}
 
 
 def test_few_slices_kept_of_another_label_say_what_predict_says(view, tmp_path):

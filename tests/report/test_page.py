@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from scipy.optimize import minimize
 
 from grasp.api.score import distinct_rows
 from grasp.artifact.reader import ArtifactReader
@@ -243,7 +244,7 @@ def test_a_page_names_missing_inputs_and_the_commands_that_create_them(tmp_path)
     artifact = write_artifact(tmp_path / "art", sketches=False, worth=(4.0, 2.0, 0.0, -2.0, -4.0))
     plain = page_text(artifact)
     assert_contains(plain, "Contribution of each topic to sciq (right: it helps)")
-    assert_contains(plain, "No retrained runs", "grasp retrain", "--runs", "No mixture.")
+    assert_contains(plain, "Retrain on subsets to validate", "grasp retrain", "Compute mixture weights", "grasp mix")
     assert_contains(
         plain, "60 of 200 rows", " tokens. Expected change of the mean of 2 targets: +", "Not validated by retraining"
     )
@@ -295,6 +296,65 @@ def test_the_page_opens_on_the_label_of_its_mixture(tmp_path):
     assert [label.slices.label for label in findings.labels] == ["format", "topic"]
     shown = payload.payload(findings)["labels"]
     assert [any(preset["fromMixture"] for preset in label["presets"]) for label in shown] == [True, False]
+
+
+def test_the_guards_of_a_mixture_are_a_table(tmp_path):
+    artifact = write_artifact(tmp_path / "art", worth=[(1.0, -1.0), (0.5, 0.5), (0.0, 0.0), (-1.0, 1.0), (0.0, 1.0)])
+    guard = ("--not-worse", "boolq", "--within", "0.01")
+    succeed("mix", artifact.path, "--by", "topic", "--target", "sciq", *guard, "--out", tmp_path / "m.parquet")
+    (outcome,) = json.loads((tmp_path / "m.json").read_text())["guards"]
+    assert outcome["low"] >= -0.01 - 1e-4
+    change, low, price = (views.signed(outcome[key]) for key in ("change", "low", "price"))
+    row = f"boolq{change} \u2265 {low}{views.signed(-0.01)}binds; without it {price} more"
+    assert_contains(page_text(artifact, mixture=tmp_path / "m.json"), row)
+
+
+def test_sliders_of_targets_take_the_least_step(tmp_path):
+    """Shares add up to 1, a step has its gain, and no other step with this gain within the bounds is shorter."""
+    topics = ("a", "a", "a", "a", "a", "b", "b", "c", "d", "e", "e")  # of unequal shares, so that bounds bind
+    worth = 0.5 * np.random.default_rng(0).standard_normal((len(topics), 2))
+    artifact = write_artifact(tmp_path / "art", topics=topics, worth=worth.tolist(), n_rows=600, pull=0.3)
+    label = collect_findings(artifact, DEFAULT_PROTOCOL, by=("topic",))
+    (shown,) = payload.payload(label)["labels"]
+    slices = label.labels[0].slices
+    share_G = slices.rows_G / slices.rows_G.sum()
+    predictor = Predictor.from_artifact(artifact, DEFAULT_PROTOCOL)
+    effect_GT = predictor.sums(slices.each, ()).effect_BT / slices.rows_G[:, None]
+    low_G, high_G = -share_G, np.minimum(1, payload.MAX_WEIGHT * share_G) - share_G
+    n_bound = 0
+    for t, steps in enumerate(shown["targetSteps"]):
+        for sign, direction in ((1, "up"), (-1, "down")):
+            step_G = np.array(steps[direction]) / 100 * share_G * payload.TARGET_STEPS  # to the end of the slider
+            gain = sign * steps["gain"] * payload.TARGET_STEPS
+            assert step_G.sum() == pytest.approx(0, abs=1e-4)
+            assert effect_GT[:, t] @ step_G == pytest.approx(gain, rel=1e-3)
+            assert (low_G - 1e-4 <= step_G).all()
+            assert (step_G <= high_G + 1e-4).all()
+            equations = np.stack([np.ones_like(share_G), effect_GT[:, t]])
+            reference = minimize(
+                lambda x: x @ x,
+                np.zeros_like(share_G),
+                jac=lambda x: 2 * x,
+                bounds=list(zip(low_G, high_G, strict=True)),
+                constraints={
+                    "type": "eq",
+                    "fun": lambda x, e=equations, g=gain: e @ x - [0, g],
+                    "jac": lambda _, e=equations: e,
+                },
+                options={"ftol": 1e-12},
+            )
+            assert reference.success
+            np.testing.assert_allclose(step_G, reference.x, atol=1e-3)
+            # any other step: the difference is in the null space of both equations
+            null_GJ = np.linalg.svd(equations)[2][2:].T
+            others_BG = step_G + np.random.default_rng(t).normal(0, 0.02, (4_000, null_GJ.shape[1])) @ null_GJ.T
+            others_BG = others_BG[((low_G <= others_BG) & (others_BG <= high_G)).all(axis=1)]
+            assert len(others_BG) > 10
+            assert (np.square(others_BG).sum(axis=1) >= step_G @ step_G - 1e-4).all()
+            n_bound += int((np.minimum(step_G - low_G, high_G - step_G) < 1e-4).sum())
+            small = predictor.change(slices.weights(1 + np.array(steps[direction])[None] / 100))[0, t]
+            assert small == pytest.approx(sign * steps["gain"], rel=0.05)
+    assert n_bound > 0
 
 
 # the first screen

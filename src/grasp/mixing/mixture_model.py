@@ -35,7 +35,7 @@ from grasp.runs.subset_features import SubsetFeatures
 from grasp.runs.table import MAX_LISTED, RunTable, constant_note, open_runs
 from grasp.select.budget import first_few, parse_tokens
 from grasp.select.guards import CONFIDENCE, Guards, parse_guards
-from grasp.select.linear_program import MixtureProblem, frank_wolfe
+from grasp.select.linear_program import MixtureProblem
 from grasp.text import count_text, did_you_mean, parse_names
 
 Runs = RunTable | Path | str
@@ -423,13 +423,9 @@ def mix_runs(
     starts = model.share_RG[np.argsort(-model.predict_objective(model.share_RG, cautious), kind="stable")[:STARTS]]
     names = parse_guards(not_worse, tolerance, model.table.metrics)
     objective = partial(model.predict_objective, n_std=cautious)
-    messages: list[str] = []
-    if names:
-        best_G, messages = Guards(names, tolerance, partial(_guarded_changes, model, names)).optimize(
-            problem, objective, [problem.current_G, *starts]
-        )
-    else:
-        best_G = frank_wolfe(problem, objective, list(starts))
+    guards = Guards(names, tolerance, partial(_guarded_changes, model, names)) if names else Guards()
+    best_G, outcomes = guards.optimize(problem, objective, [*starts[:1], problem.current_G, *starts[1:]])
+    messages = [outcome.note for outcome in outcomes]
     expected_R = model.predict_objective(model.share_RG)
     r = int(np.argmax(expected_R))
     run_G = model.share_RG[r]

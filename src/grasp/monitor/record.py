@@ -238,9 +238,10 @@ def _mixture(record: MonitorRecord) -> Result:
         return change_BT, change_BT - error_BT * ndtri(CONFIDENCE) / ndtri((1 + COVERAGE) / 2)
 
     gain_G = -near_TG.sum(axis=0)
-    share_G, notes = Guards(tuple(targets), 0.0, changes).optimize(
+    share_G, outcomes = Guards(tuple(targets), 0.0, changes).optimize(
         problem, lambda share_BG: share_BG @ gain_G, [solve(problem, gain_G), now_G]
     )
+    notes = [outcome.note for outcome in outcomes]
     if record.directory is not None:
         sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
         weights = MixtureWeights(record.label, tuple(sources), sizes, share_G / now_G)

@@ -1,8 +1,8 @@
 """Collect the contents of a report as numbers and texts.
 
 `collect_findings` returns `Findings`: the provenance of the artifact, effects of slices and rows, agreement with
-retraining, a selection, and the mixture that another command found. A part that is not available is replaced by a
-`Missing`, with the reason and the remedy. Corpus text is unescaped here: code that displays it must treat it as data.
+retraining, a selection, and the mixture that another command found. A part that is not available is None. Corpus text
+is unescaped here: code that displays it must treat it as data.
 
 A slice is the set of rows with one value of a label. The effect of a row on a target is the predicted change of its
 utility from training on the row, in effect sizes: standard deviations over the rows. Runs are models that were
@@ -61,36 +61,10 @@ from grasp.store.records import read_record
 from grasp.text import MAX_CELL_CHARS, unique_names
 from grasp.yaml_files import read_yaml, yaml_text
 
+NO_INTERVALS = "No intervals in the unit of the runs"
 DEFAULT_BUDGET = "30%"  # of the selection, if none is given
 # An address, a path of a file, or an id of hexadecimal digits: values that name a place and not a kind of text.
 PLACE = re.compile(r".*://.*|[^ ]*/[^ ]*\.\w{1,9}|(\w+[:_-])?(?=\D*\d)[0-9a-fA-F-]{12,}")
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A part of the report that is not available."""
-
-    reason: str
-    remedy: str
-
-
-NO_LABELS = Missing(
-    "The corpus has no label column with 2 to 100 values.",
-    "Pass --by LABEL (rare values of a label with more values are grouped), or add a column such as topic or source "
-    "to the corpus and rebuild.",
-)
-NO_TEXT = Missing(
-    "The artifact has no text of its rows (corpus.snippet_chars is 0).",
-    "Rebuild it with --set corpus.snippet_chars=240 to read the rows here.",
-)
-NO_RUNS = Missing(
-    "No retrained runs, so the agreement of predictions with retraining is unknown.",
-    "Retrain on some subsets with grasp retrain and pass the directory with --runs.",
-)
-NO_INTERVALS = "No intervals in the unit of the runs"
-NO_MIXTURE = Missing(
-    "No mixture.", "Compute mixture weights with grasp mix and pass the .json file next to its --out with --mixture."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +142,11 @@ class Findings:
     unshaded: str  # reason why words are not shaded; empty if they are, or were not requested
     # comparison with retrained runs
     runs: TrainingRuns | None = field(repr=False)
-    outcomes: OutcomePredictor | Missing  # predicts in the unit of the runs
-    agreement: Agreement | Missing  # of predictions with retraining
+    outcomes: OutcomePredictor | str  # predicts in the unit of the runs; or the reason why nothing does
+    agreement: Agreement | None  # of predictions with retraining
     selection_protocol: Path | None  # file of the scoring rule of the selection; None: the built-in rule
     selection: SelectionSummary  # that of another command, or the best 30 % of the rows
-    mixture: MixtureSummary | Missing
-
-    @property
-    def missing(self) -> tuple[Missing, ...]:
-        """Return the parts that are not available."""
-        optional = (self.agreement, self.mixture)
-        conditions = (
-            (Missing(self.unshaded, ""), bool(self.unshaded)),
-            (NO_LABELS, not self.labels),
-            (NO_TEXT, not any(row["snippet"] for row in self.rows.rows)),
-            *((part, True) for part in optional if isinstance(part, Missing)),
-        )
-        return tuple(missing for missing, condition in conditions if condition)
+    mixture: MixtureSummary | None
 
 
 def collect_findings(
@@ -226,24 +188,22 @@ def collect_findings(
     targets, weights_T = tuple(weight_by_target), np.array(list(weight_by_target.values()))
     if selection is not None:
         selection_summary = read_summary(SelectionSummary, selection, artifact)
-    mixture_summary = NO_MIXTURE if mixture is None else read_summary(MixtureSummary, mixture, artifact)
+    mixture_summary = None if mixture is None else read_summary(MixtureSummary, mixture, artifact)
 
-    run_agreement: Agreement | Missing = NO_RUNS
-    if runs is not None:
-        run_agreement = agreement(artifact, runs, protocol, targets=targets)
+    run_agreement = None if runs is None else agreement(artifact, runs, protocol, targets=targets)
     sketches = () if runs is None else SIMILARITY_SKETCHES
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     columns = [label_column(artifact, name, "--by") for name in by or suggest_labels(artifact)]
     slices_by_label = [label_slices(column, tokens_N) for column in columns if by or not _names_places(column.values)]
-    outcomes: OutcomePredictor | Missing = NO_RUNS  # predictions in the unit of the runs need finished development runs
+    outcomes: OutcomePredictor | str = ""  # predictions in the unit of the runs need finished development runs
     if runs is not None and runs.pending():
-        outcomes = Missing(f"{NO_INTERVALS}: they are unfinished.", "Finish them with grasp retrain.")
+        outcomes = f"{NO_INTERVALS}: they are unfinished"
     elif runs is not None:
         try:
             outcomes = fit_outcomes(predictor, artifact, runs)
         except (ProtocolLeakError, RunsError) as err:
-            outcomes = Missing(f"{NO_INTERVALS}: {err}.", "Finished development runs are required.")
+            outcomes = f"{NO_INTERVALS}: {err}"
     complete_outcomes = None  # changes are in the unit of the runs only if every target has runs, all in one unit
     if isinstance(outcomes, OutcomePredictor) and set(outcomes.task_by_target) == set(targets):
         complete_outcomes = outcomes if len(outcomes.requested_kinds) == 1 else None
@@ -254,7 +214,7 @@ def collect_findings(
         for slices in slices_by_label
     ]
     # the page opens on the label of the mixture, or on that with most evidence
-    opens_on = None if isinstance(mixture_summary, Missing) else mixture_summary.label
+    opens_on = None if mixture_summary is None else mixture_summary.label
     labels.sort(key=lambda label: (label.slices.label == opens_on, label.evidence), reverse=True)
     if selection is None:
         used_runs = None if complete_outcomes is None else runs

@@ -19,7 +19,7 @@ from grasp.artifact.manifest import LOSS_TOKENS
 from grasp.artifact.rows import MIN_RELIABLE_TOKENS, length_unit
 from grasp.extras import require
 from grasp.report import views
-from grasp.report.findings import Findings, Missing
+from grasp.report.findings import Findings
 from grasp.report.payload import payload
 from grasp.report.views import View
 from grasp.runs.calibration import COVERAGE
@@ -60,10 +60,10 @@ def render(findings: Findings, live: str = "") -> str:
     unfinished = "" if findings.runs is None else findings.runs.unfinished()
     warnings: list[str] = [unfinished] if unfinished else []
     warnings += [note for fact, note in findings.facts if fact == "leaks"]
-    if not isinstance(findings.outcomes, Missing):
+    if not isinstance(findings.outcomes, str):
         warnings += findings.outcomes.notes
-    elif findings.runs is not None and findings.labels:
-        warnings.append(findings.outcomes.reason.removesuffix("."))  # the page adds it
+    elif findings.outcomes:
+        warnings.append(findings.outcomes)
     absent = {
         "whatif": not findings.labels,
         "slices": not findings.labels,
@@ -94,9 +94,8 @@ def render(findings: Findings, live: str = "") -> str:
         rows=_rows(findings, targets),
         fidelity=fidelity,
         selection=views.optimized("The selection", findings.selection),
-        mixture=None if isinstance(findings.mixture, Missing) else views.optimized("The mixture", findings.mixture),
+        mixture=None if findings.mixture is None else views.optimized("The mixture", findings.mixture),
         skipped=skipped_text(findings.skipped),
-        missing=[{"reason": plain(part.reason), "remedy": part.remedy} for part in findings.missing],
         **_commands(findings),
     )
     return page
@@ -104,7 +103,7 @@ def render(findings: Findings, live: str = "") -> str:
 
 def _interval_note(findings: Findings) -> str:
     """Return how the intervals of the page are computed, and what they do not cover."""
-    if findings.unit != findings.effect_unit and not isinstance(findings.outcomes, Missing):
+    if findings.unit != findings.effect_unit and not isinstance(findings.outcomes, str):
         return f"{COVERAGE:.0%} prediction intervals, fitted to retrained models."
     few = "".join(f" {plain(note)[0].upper()}{plain(note)[1:]}." for note in few_units(findings.units))
     note = (
@@ -168,7 +167,7 @@ def _commands(findings: Findings) -> View:
         reproduce += [f"grasp retrain --config environment-run.yaml --out {runs_path}", f"grasp evaluate {art}{runs}"]
     reproduce += [f"grasp predict {art} --by {shlex.quote(label.slices.label)}" for label in findings.labels]
     reproduce += [findings.command] if findings.command else []
-    if isinstance(findings.mixture, Missing) and findings.labels:
+    if findings.mixture is None and findings.labels:
         by = shlex.quote(findings.labels[0].slices.label)
         actions.append(
             ("Compute mixture weights", f"grasp mix {art} --target {target} --by {by}{runs} --out mixture.parquet")

@@ -14,12 +14,16 @@ import numpy as np
 
 from grasp.inspect.explanation import dominant_word_notes
 from grasp.predict.predictor import NEW_ROW_VALUE, REPEAT_WORTH, Predictor
-from grasp.report.findings import Findings, LabelFindings, Missing
+from grasp.report.findings import Findings, LabelFindings
+from grasp.select.linear_program import MixtureProblem, least_step, solve
 from grasp.text import MAX_CELL_CHARS, ending, name, plain, unique_names
 
 DIGITS = 4  # significant digits of displayed numbers; formulas keep full precision
 MAX_TEXT_CHARS = 600
 MAX_WEIGHT = 4.0  # end of a slider: four times as often as in the corpus
+MAX_TARGETS = 12  # with sliders
+TARGET_STEPS = 10  # of a slider over a target, to either side
+TARGET_REACH = 0.5  # end of such a slider: part of the largest gain or loss within the sliders over slices
 # Percentages of a slice at which runs are evaluated; the page interpolates linearly between them.
 GRID = (0, 5, *range(10, 100, 10), 95, 100, 105, 110, *range(125, 401, 25))
 
@@ -60,8 +64,8 @@ def payload(findings: Findings) -> dict[str, Any]:
         "targets": unique_names(findings.targets, MAX_CELL_CHARS),
         "weights": findings.weights_T.tolist(),
         "effectUnit": findings.effect_unit,
-        "runsUnit": "" if isinstance(outcomes, Missing) else outcomes.unit,
-        "intervals": "" if isinstance(outcomes, Missing) else plain(outcomes.title, 400).partition(": ")[2],
+        "runsUnit": "" if isinstance(outcomes, str) else outcomes.unit,
+        "intervals": "" if isinstance(outcomes, str) else plain(outcomes.title, 400).partition(": ")[2],
         "labels": [_label(findings, label) for label in findings.labels],
         "rows": {"rows": rows, "n": examples.n_ranked, "questions": questions},
     }
@@ -82,7 +86,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
     # presets: the given mixture, and the corpus without slices that hurt more targets, by weight, than they help
     presets: list[dict[str, Any]] = []
     mixture = findings.mixture
-    if not isinstance(mixture, Missing) and mixture.label == slices.label:
+    if mixture is not None and mixture.label == slices.label:
         weight = {share.value: share.proposed / share.now if share.now else 1.0 for share in mixture.slices}
         percent_by_slice = [round(100 * min(weight.get(value, 1.0), MAX_WEIGHT)) for value in slices.names]
         clipped = f", clipped at {MAX_WEIGHT:.0%}" if max(weight.values()) > MAX_WEIGHT else ""
@@ -121,7 +125,7 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
 
     # predictions from runs: change per target, half width of its interval, and how the mixture extrapolates
     expected = None
-    if not isinstance(findings.outcomes, Missing):
+    if not isinstance(findings.outcomes, str):
         table = findings.outcomes.predict(weights)
         half_width_BT = table.high_BT - table.change_BT
         values = [
@@ -139,11 +143,31 @@ def _label(findings: Findings, label: LabelFindings) -> dict[str, Any]:
         ],
         "order": np.argsort(-(label.contribution.value_GT @ findings.weights_T), kind="stable").tolist(),
         "presets": presets,
+        "targetSteps": _target_steps(label),
         "expected": expected,
         **formula,
         "before": f"grasp predict {shlex.quote(findings.artifact_path)}",
         "after": shlex.join(part for flag, value in findings.flags.items() if value for part in (flag, str(value))),
     }
+
+
+def _target_steps(label: LabelFindings) -> list[dict[str, Any]]:
+    """Return per target the gain of a step of its slider, and what a step to either side adds to each percentage.
+
+    To first order around the corpus, the change of a target is linear in the shares: the mean effects of the slices.
+    """
+    sum_GT, rows_G = label.weights_model, label.slices.rows_G
+    if isinstance(sum_GT, Predictor) or not 2 <= sum_GT.shape[1] <= MAX_TARGETS:
+        return []
+    share_G, steps = rows_G / rows_G.sum(), []
+    problem = MixtureProblem(np.zeros(len(share_G)), np.minimum(1.0, MAX_WEIGHT * share_G), share_G)
+    for effect_G in (sum_GT / rows_G[:, None]).T:
+        reach = min(abs(float(effect_G @ (solve(problem, sign * effect_G) - share_G))) for sign in (1, -1))
+        gain = float(f"{TARGET_REACH * reach:.0e}")  # one digit
+        ends = [least_step(problem, effect_G, sign * gain) if gain else 0.0 * share_G for sign in (1, -1)]
+        up, down = (_rounded(100 * end_G / share_G / TARGET_STEPS) for end_G in ends)
+        steps.append({"gain": gain / TARGET_STEPS, "up": up, "down": down})
+    return steps
 
 
 def _rounded(values: Any) -> list[float | None]:

@@ -12,9 +12,10 @@ import numpy as np
 from grasp import text
 from grasp.arrays import F64
 from grasp.predict.predictor import EFFECT_SIZE
-from grasp.report.findings import Contribution, Findings, LabelFindings, Missing, display_unit
+from grasp.report.findings import Contribution, Findings, LabelFindings, display_unit
 from grasp.runs.evaluation import MethodResult
 from grasp.runs.metrics import Estimate
+from grasp.select.guards import CONFIDENCE
 from grasp.select.summaries import MixtureSummary, SelectionSummary, TargetChange
 from grasp.text import MAX_CELL_CHARS, name, plain, unique_names
 
@@ -206,7 +207,7 @@ def row_views(findings: Findings, t: int, order: Sequence[int], kind: str) -> li
 
 def _agreement(findings: Findings, target: str) -> str:
     """Return a sentence on the agreement of predictions with retraining; empty if it is unknown."""
-    if isinstance(findings.agreement, Missing):
+    if findings.agreement is None:
         return ""
     agreement = findings.agreement
     (result,) = [method for method in agreement.report.methods if method.method == agreement.protocol]
@@ -249,7 +250,7 @@ def slices(label: LabelFindings, weights_T: F64) -> View:
 def fidelity(findings: Findings) -> View | None:
     """Return the comparison with retraining: metrics, and one scatter plot per target."""
     agreement, runs = findings.agreement, findings.runs
-    if isinstance(agreement, Missing) or runs is None:
+    if agreement is None or runs is None:
         return None
     report = agreement.report
     (default_method,) = [method for method in report.methods if method.method == agreement.protocol]
@@ -335,34 +336,36 @@ def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
     lines, tail = lines[:SHARES_SHOWN], lines[SHARES_SHOWN:]
     if tail:
         lines.append((f"{len(tail):,} other values", sum(line[1] for line in tail), sum(line[2] for line in tail)))
+    guards = [
+        {
+            "name": name(guard.target),
+            "change": {"value": signed(guard.change), "interval": f"\u2265 {signed(guard.low)}"},
+            "limit": signed(guard.limit) + " (relaxed)" * guard.is_relaxed,
+            "price": f"binds; without it {signed(guard.price)} more" if guard.price else "does not bind",
+        }
+        for guard in (summary.guards if isinstance(summary, MixtureSummary) else ())
+    ]
     return {
         "title": title,
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol['name']}.", 400),
         **_changes(summary.targets, summary.scale),
+        "confidence": f"{CONFIDENCE:.0%}",
         "label": label,
         "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],
+        "guards": guards,
         "notes": [plain(note) for note in summary.notes],
     }
 
 
 def _changes(targets: Sequence[TargetChange], scale: str) -> View:
     """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
-    lines: list[View] = [
-        {
-            "name": name(change.target),
-            "weight": f"{change.weight:.0%}",
-            "change": signed(change.change),
-            "expected": _with_interval(change.expected, change.expected_low, change.expected_high, 3),
-            "nats": _with_interval(change.nats, change.nats_low, change.nats_high, 4),
-        }
-        for change in targets
-    ]
+    lines: list[View] = []
+    for part in targets:
+        line: View = {"name": name(part.target), "weight": f"{part.weight:.0%}", "change": signed(part.change)}
+        for column, digits in (("expected", 3), ("nats", 4)):
+            value, low, high = (getattr(part, column + end) for end in ("", "_low", "_high"))
+            ends = f"[{signed(low, digits)}, {signed(high, digits)}]"
+            line[column] = None if value is None else {"value": signed(value, digits), "interval": ends}
+        lines.append(line)
     has = {column: any(line[column] for line in lines) for column in ("expected", "nats")}
     return {"targets": lines, **has, "scale": plain(scale)}
-
-
-def _with_interval(value: float | None, low: float | None, high: float | None, digits: int) -> View | None:
-    """Return a value with its interval as text; None without a value."""
-    if value is None:
-        return None
-    return {"value": signed(value, digits), "interval": f"[{signed(low, digits)}, {signed(high, digits)}]"}

@@ -1,4 +1,4 @@
-"""Optimise a mixture subject to guards: other targets must not become worse.
+"""Maximise a smooth function of mixtures, subject to guards: other targets must not become worse.
 
 A guard is a target with a tolerance: the lower bound of its predicted change must be at least -tolerance, so that it is
 not worse with 90 % probability. Start with `Guards.optimize`. Where no mixture meets all guards, they are relaxed by
@@ -20,7 +20,7 @@ from grasp.select.linear_program import MixtureProblem
 from grasp.text import did_you_mean, parse_names
 
 CONFIDENCE = 0.9  # of a change being above its lower bound, one-sided
-MAX_STARTS = 3
+MAX_STARTS, MAX_PRICE_STARTS = 8, 3  # of the optimum, and of that without a guard
 MAX_STEPS = 100
 DIFFERENCE_STEP = 1e-4  # finite-difference step of shares
 MIN_MARGIN = 0.05  # of a guard that does not bind: least part of the distance between a change and its lower bound
@@ -29,8 +29,38 @@ TOLERANCE = 1e-5  # violations below this part of the range of the slack count a
 
 
 @dataclass(frozen=True, slots=True)
+class GuardOutcome:
+    """A guard at the optimum, in the unit of its changes; the price is in that of the objective.
+
+    Attributes:
+        low: lower bound of the predicted change, which is at least `limit`.
+        limit: minus the tolerance, or less if the guard is relaxed because no mixture meets it.
+        price: what the objective would gain without the guard; 0: it does not bind.
+    """
+
+    target: str
+    change: float
+    low: float
+    limit: float
+    is_relaxed: bool
+    price: float
+
+    @property
+    def note(self) -> str:
+        """Return the outcome as a sentence."""
+        note = f"guard {self.target}: predicted change {self.change:+z.3f}, with {CONFIDENCE:.0%} at least "
+        note += f"{self.low:+z.3f}, above 0 is better; "
+        note += f"without it the objective gains {self.price:.3f}" if self.price else "it does not bind"
+        if self.is_relaxed:
+            note += (
+                f"; no mixture within the bounds keeps every guard: relaxed to {-self.limit:.3g}, the least possible"
+            )
+        return note
+
+
+@dataclass(frozen=True, slots=True)
 class Guards:
-    """Targets that must not become worse.
+    """Targets that must not become worse; by default none.
 
     Attributes:
         names: targets or metrics.
@@ -38,41 +68,36 @@ class Guards:
         changes: of mixtures (B, G), the predicted changes and their lower bounds, (B, K) each; higher is better.
     """
 
-    names: tuple[str, ...]
-    tolerance: float
-    changes: Callable[[F64], tuple[F64, F64]]
+    names: tuple[str, ...] = ()
+    tolerance: float = 0.0
+    changes: Callable[[F64], tuple[F64, F64]] = lambda share_BG: (np.zeros((len(share_BG), 0)),) * 2
 
     def optimize(
         self, problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]
-    ) -> tuple[F64, list[str]]:
-        """Return the best mixture that meets the guards, relaxed if they cannot be met, and a note on each guard.
+    ) -> tuple[F64, list[GuardOutcome]]:
+        """Return the best mixture that meets the guards, relaxed if they cannot be met, and the outcome of each.
 
         Args:
             problem: bounds and distance.
             value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
-            starts: initial mixtures inside the bounds.
+            starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
         """
+        low_G, high_G = problem.low_G - TOLERANCE, problem.high_G + TOLERANCE
+        starts = [start_G for start_G in starts if ((low_G <= start_G) & (start_G <= high_G)).all()][:MAX_STARTS]
         every = list(range(len(self.names)))
         share_G, relaxed_K = self._optimize(problem, value, starts, every)
         change_1K, lower_1K = self.changes(share_G[None])
-        value_here, notes = float(value(share_G[None])[0]), []
+        value_here, outcomes = float(value(share_G[None])[0]), []
         for k, name in enumerate(self.names):
-            price = 0.0  # of a guard with room to spare, without which only the accuracy of the solver would differ
-            if lower_1K[0, k] + self.tolerance <= MIN_MARGIN * abs(change_1K[0, k] - lower_1K[0, k]):
-                other_G, _ = self._optimize(problem, value, [share_G, *starts], [j for j in every if j != k])
+            change, low, price = float(change_1K[0, k]), float(lower_1K[0, k]), 0.0
+            # with room to spare, only the accuracy of the solver would differ
+            if low + self.tolerance <= MIN_MARGIN * abs(change - low):
+                points, others = [share_G, *starts][:MAX_PRICE_STARTS], [j for j in every if j != k]
+                other_G, _ = self._optimize(problem, value, points, others)
                 price = float(value(other_G[None])[0]) - value_here
-            note = (
-                f"guard {name}: predicted change {change_1K[0, k]:+z.3f}, with {CONFIDENCE:.0%} at least "
-                f"{lower_1K[0, k]:+z.3f}, above 0 is better"
-            )
-            note += f"; without it the objective gains {price:.3f}" if price >= MIN_PRICE else "; it does not bind"
-            if relaxed_K[k]:
-                note = (
-                    f"no mixture within the bounds keeps every guard within {self.tolerance:g}: {name} is relaxed to "
-                    f"{self.tolerance + relaxed_K[k]:.3g}, the least possible; {note}"
-                )
-            notes.append(note)
-        return share_G, notes
+            limit, is_relaxed = -self.tolerance - float(relaxed_K[k]), bool(relaxed_K[k])
+            outcomes.append(GuardOutcome(name, change, low, limit, is_relaxed, price if price >= MIN_PRICE else 0.0))
+        return share_G, outcomes
 
     def _optimize(
         self, problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64], guards: list[int]
@@ -82,7 +107,7 @@ class Guards:
         def slack(share_BG: F64) -> F64:
             return self.changes(share_BG)[1][:, guards] + self.tolerance
 
-        points_BG = np.stack(starts[:MAX_STARTS])
+        points_BG = np.stack(starts)
         scale = float(np.ptp(slack(points_BG), axis=0).max(initial=0.0)) or 1.0
         # the least sum of violations: by the program with them as further variables, from the start that violates least
         violation_B = np.maximum(-slack(points_BG), 0.0).sum(axis=1)

@@ -5,27 +5,20 @@
 The c_g are concave and piecewise linear. Each p_g is the sum of its segments, which are filled steepest first without
 further constraints, so this is a linear program. It is solved by HiGHS.
 
-The value that a model fitted to runs predicts saturates, so its maximum is in general not at a corner. `frank_wolfe`
-maximises it: each step solves a linear program for the corner in the direction of steepest ascent, then searches
-along the line to this corner.
-Shape letters: B mixtures, G label values, K knots of the piecewise linear functions.
+Shape letters: G label values, K knots of the piecewise linear functions.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy import sparse
-from scipy.optimize import linprog
+from scipy.optimize import linprog, lsq_linear
 
 from grasp.arrays import F64, ratio
 from grasp.errors import SettingsError
 
-MAX_STEPS = 60  # maximum number of steps of `frank_wolfe` per start
-STEP_SIZES = np.linspace(0.0, 1.0, 33) ** 2  # of the line search towards a corner
-DIFFERENCE_STEP = 1e-3  # finite-difference step, relative to the weight plus an even weight
-MIN_RELATIVE_GAIN = 1e-6  # stop if a step gains less than this part of the range along the line
+EQUATION_WEIGHT = 1e5  # of an equation, relative to the squares that `least_step` minimises
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +111,18 @@ def solve(problem: MixtureProblem, linear_G: F64 | None = None) -> F64:
     return np.asarray(np.clip(solution.x[:n], low_G, high_G))
 
 
-def frank_wolfe(problem: MixtureProblem, value: Callable[[F64], F64], starts: Sequence[F64]) -> F64:
-    """Return the best local maximum of a smooth function of mixtures, (G,), by the algorithm of Frank and Wolfe.
+def least_step(problem: MixtureProblem, linear_G: F64, gain: float) -> F64:
+    """Return the change d of the current mixture with the least sum of squares for which l'd = gain, (G,).
 
     Args:
-        problem: bounds and distance; its segments are ignored.
-        value: function of mixtures, (B, G) -> (B,), that is also defined if they do not add up to 1.
-        starts: initial mixtures; those outside the bounds are ignored, and at least one must be inside.
+        problem: bounds within which some mixture has this gain; its distance and segments are ignored.
+        linear_G: coefficients l, on average about 0.
+        gain: difference of l'p between the mixtures.
     """
-    linear = replace(problem, segments=None)
-    low_G, high_G = problem.low_G - MIN_RELATIVE_GAIN, problem.high_G + MIN_RELATIVE_GAIN
-    optima = []
-    for start_G in starts:
-        if not ((low_G <= start_G) & (start_G <= high_G)).all():
-            continue
-        p_G = start_G
-        for _ in range(MAX_STEPS):
-            # forward differences; an even share is added to the step, since p_g may be 0
-            step_G = DIFFERENCE_STEP * (p_G + 1.0 / len(p_G))
-            values = value(np.concatenate([p_G[None], p_G + np.diag(step_G)]))
-            slope_G = (values[1:] - values[0]) / step_G
-            corner_G = solve(linear, slope_G)
-            path_BG = p_G + STEP_SIZES[:, None] * (corner_G - p_G)
-            path_B = value(path_BG)
-            best = int(np.argmax(path_B))
-            if path_B[best] - values[0] <= MIN_RELATIVE_GAIN * np.ptp(path_B):
-                break
-            p_G = path_BG[best]
-        optima.append(p_G)
-    return optima[int(np.argmax(value(np.stack(optima))))]
+    scale = float(np.abs(linear_G).max())
+    # bounded least squares, with both equations as rows of large weight
+    equations = EQUATION_WEIGHT * np.stack([linear_G / scale, np.ones_like(linear_G)])
+    right_side = np.append(np.zeros_like(linear_G), [EQUATION_WEIGHT * gain / scale, 0.0])
+    bounds = problem.low_G - problem.current_G, problem.high_G - problem.current_G
+    rows = np.vstack([np.eye(len(linear_G)), equations])
+    return np.asarray(lsq_linear(rows, right_side, bounds, method="bvls").x)

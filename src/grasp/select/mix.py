@@ -13,7 +13,7 @@ Shape letters: G slices, N rows, T targets, K knots of a piecewise linear functi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ from grasp.predict.weights import SubsetBlock
 from grasp.results import first_notes
 from grasp.select.budget import ROUNDING, check_share_bounds, first_few, parse_amount, parse_shares, parse_tokens
 from grasp.select.change_intervals import changes_by_unit
-from grasp.select.guards import CONFIDENCE, Guards, parse_guards
-from grasp.select.linear_program import MixtureProblem, Segments, frank_wolfe, solve
+from grasp.select.guards import CONFIDENCE, GuardOutcome, Guards, parse_guards
+from grasp.select.linear_program import MixtureProblem, Segments, solve
 from grasp.select.objective import OptimizationResult, SelectionObjective, repetition_law, weighted_targets
 from grasp.text import as_names, plain
 
@@ -64,6 +64,7 @@ class Mixture(OptimizationResult):
 
     label: str
     slices: LabelSlices
+    guards: Sequence[GuardOutcome]
 
     def write_weights(self, path: Path | str) -> None:
         """Write the weight of every row as one subset, `mixture`, that `predict --subsets` reads."""
@@ -91,7 +92,8 @@ class Mixture(OptimizationResult):
 
     def summary(self) -> dict[str, Any]:
         """Return the result as JSON data."""
-        return super().summary() | {"label": self.label, "slices": self.table.to_pylist()}
+        parts = {"label": self.label, "slices": self.table.to_pylist(), "guards": list(map(asdict, self.guards))}
+        return super().summary() | parts
 
     def __repr__(self) -> str:
         ordered = self.table.drop_columns(["expression"]).sort_by([("proposed", "descending")])
@@ -165,8 +167,8 @@ def mix(
     range_note = ""
     if objective.by_runs:
         problem, range_note = _within_runs(problem, objective, slices)
-    guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else None
-    p_G, gap, guard_notes = _optimize(objective, slices, problem, guards)
+    guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else Guards()
+    p_G, gap, outcomes = _optimize(objective, slices, problem, guards)
     factor_G = p_G / current_G
     weights = slices.weights(factor_G[None])
     changes = objective.evaluate(MIXTURE, weights, "the current mixture", slices.codes_N)
@@ -180,7 +182,7 @@ def mix(
     else:
         budget = f"{tokens:,.0f} training tokens, {epochs:.2g} epochs"
         messages = [f"value {value:+z.3f}: the change including the effect of repetition in {budget}; {repetition}"]
-    messages = [*guard_notes, *messages, *changes.notes]
+    messages = [*(outcome.note for outcome in outcomes), *messages, *changes.notes]
     if objective.by_runs:
         messages.append(f"the mixture maximises the change predicted by the runs{range_note}")
     messages += [
@@ -222,6 +224,7 @@ def mix(
         **objective.result_fields(changes, value, params),
         label=slices.label,
         slices=slices,
+        guards=outcomes,
     )
 
 
@@ -294,9 +297,9 @@ def _within_runs(
 
 
 def _optimize(
-    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem, guards: Guards | None
-) -> tuple[F64, float, list[str]]:
-    """Return the shares with the highest predicted change, an upper bound on its distance to the optimum, and notes.
+    objective: SelectionObjective, slices: LabelSlices, problem: MixtureProblem, guards: Guards
+) -> tuple[F64, float, list[GuardOutcome]]:
+    """Return the shares with the highest predicted change, an upper bound on its distance to the optimum, and guards.
 
     By relevance, repetition has diminishing value. If there are runs, their prediction decides, see
     `SelectionObjective.by_runs`; with runs or guards the distance to the optimum is unknown, and 0 is returned.
@@ -313,11 +316,9 @@ def _optimize(
         # sum_g n_g / N r(N p_g / n_g) (m_g + b)
         return np.asarray((current_G * law(p_BG / current_G)) @ row_value_G)
 
-    if guards is not None:
-        p_G, notes = guards.optimize(problem, value, [p_G, current_G])
-        return p_G, 0.0, notes
-    if objective.by_runs:
-        return frank_wolfe(problem, value, [p_G, current_G]), 0.0, []
+    if guards.names or objective.by_runs:
+        p_G, outcomes = guards.optimize(problem, value, [p_G, current_G])
+        return p_G, 0.0, outcomes
     return p_G, max(segments.value(p_G) - float(value(p_G[None])[0]), 0.0), []
 
 

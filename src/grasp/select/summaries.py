@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
+from grasp.select.guards import GuardOutcome
 from grasp.select.objective import SUMMARY_VERSION
 from grasp.store.records import Signed
 
@@ -83,6 +84,7 @@ class MixtureSummary(OptimizationSummary):
     kind: Literal["mixture"]
     label: str
     slices: tuple[SliceShares, ...]
+    guards: tuple[GuardOutcome, ...] = ()
 
 
 S = TypeVar("S", SelectionSummary, MixtureSummary)

@@ -7,7 +7,7 @@
   const root = $("whatif-app");
   if (!root) return;
   const { labels, targets } = DATA;
-  const WHOLE = 100, MAX_PERCENT = 400;
+  const WHOLE = 100, MAX_PERCENT = 400, TARGET_STEPS = 10;
 
   // ------------------------------------------------------------------------------------------ prediction
 
@@ -123,28 +123,45 @@
 
   const states = labels.map((model) => model.slices.map(() => WHOLE));
   let current = 0, lines = [], announcement = 0, addressUpdate = 0; // label, its sliders, timers
+  let targetLines = [], steps = [], base = []; // sliders over targets, their positions, the mixture if all are at 0
 
   function breakable(text) {
     // a line-break opportunity after every underscore and slash
     return text.split(/(?<=[_\/])/).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
   }
 
+  function slider(id, name, about, min, max, move) {
+    const range = element("input", { type: "range", id, min, max, step: 1 });
+    range.setAttribute("aria-label", `${about} ${name}`);
+    const label = element("label", { htmlFor: id }, ...breakable(name));
+    const shares = [element("i"), element("i")], shown = element("output");
+    const share = element("span", { className: "share" }, ...shares);
+    share.setAttribute("aria-hidden", "true");
+    range.addEventListener("input", () => move(Number(range.value)));
+    return { range, shown, line: element("li", {}, label, share, range, shown), shares };
+  }
+
   function build() {
     const model = labels[current];
     lines = [];
     $("whatif-sliders").replaceChildren(...model.order.map((g) => {
-      const slice = model.slices[g];
-      const range = element("input", { type: "range", id: `slice-${g}`, min: 0, max: MAX_PERCENT, step: 1, value: WHOLE });
-      range.setAttribute("aria-label", `percent of ${slice.name}`);
-      const label = element("label", { htmlFor: range.id }, ...breakable(slice.name));
-      const shares = [element("i"), element("i")], shown = element("output");
-      const share = element("span", { className: "share" }, ...shares);
-      share.setAttribute("aria-hidden", "true");
-      range.addEventListener("input", () => { states[current][g] = Number(range.value); refresh(); });
-      const line = element("li", {}, label, share, range, shown);
-      lines[g] = { range, shown, line, shares };
-      return line;
+      lines[g] = slider(`slice-${g}`, model.slices[g].name, "percent of", 0, MAX_PERCENT, (value) => {
+        states[current][g] = value;
+        refresh();
+      });
+      return lines[g].line;
     }));
+    targetLines = model.targetSteps.map(({ gain }, t) => {
+      const line = slider(`target-${t}`, targets[t], "improvement of", -TARGET_STEPS, TARGET_STEPS, (value) => {
+        steps[t] = value;
+        moveByTargets();
+      });
+      line.range.disabled = !gain;
+      line.shares.forEach((mark) => mark.remove());
+      return line;
+    });
+    $("whatif-targets").replaceChildren(...targetLines.map(({ line }) => line));
+    $("whatif-by-target").hidden = !targetLines.length;
     $("whatif-presets").replaceChildren(...model.presets.map((preset) => {
       const button = element("button", { type: "button" }, preset.name);
       button.addEventListener("click", () => { states[current] = [...preset.percent]; refresh(); updateAddress(); });
@@ -158,8 +175,25 @@
       element("td", {}, element("span", { className: "num" }), element("small", { className: "ci num" })))));
   }
 
-  function refresh() {
+  // Adds the steps of the targets, in shares of all data, to the mixture at which their sliders were at 0.
+  function moveByTargets() {
+    const { slices, targetSteps } = labels[current], rows = slices.map((slice) => slice.rows);
+    const amount = dot(base, rows) / rows.reduce((sum, n) => sum + n) / WHOLE;
+    states[current] = base.map((p, g) => {
+      const change = steps.reduce((sum, step, t) => sum + Math.abs(step) * targetSteps[t][step > 0 ? "up" : "down"][g], 0);
+      return Math.round(Math.min(MAX_PERCENT, Math.max(0, p + amount * change)));
+    });
+    refresh(true);
+  }
+
+  function refresh(byTargets = false) {
     const model = labels[current], percent = states[current], f = percent.map((p) => p / WHOLE);
+    if (!byTargets) [base, steps] = [[...percent], model.targetSteps.map(() => 0)];
+    targetLines.forEach(({ range, shown, line }, t) => {
+      range.value = steps[t];
+      line.classList.toggle("moved", steps[t] !== 0);
+      shown.textContent = signed(steps[t] * model.targetSteps[t].gain);
+    });
     const size = (name) => dot(f, model.slices.map((slice) => slice[name]));
     const all = (name) => model.slices.reduce((sum, slice) => sum + slice[name], 0);
     const nRows = size("rows"), whole = all("rows");
@@ -256,12 +290,12 @@
 
   $("whatif-pick").hidden = labels.length < 2;
   $("whatif-label").addEventListener("change", (event) => { showLabel(Number(event.target.value)); updateAddress(); });
-  $("whatif-sliders").addEventListener("input", updateAddress);
+  for (const id of ["whatif-sliders", "whatif-targets"]) $(id).addEventListener("input", updateAddress);
   $("whatif-all").addEventListener("click", () => setAll(WHOLE));
   $("whatif-none").addEventListener("click", () => setAll(0));
   $("whatif-link").addEventListener("click", (event) =>
     copy(location.href.replace(/#.*$/, "") + fragment(labels[current], states[current]), event.currentTarget));
-  $("mix-format").addEventListener("change", refresh);
+  $("mix-format").addEventListener("change", () => refresh(true));
   addEventListener("hashchange", fromAddress);
   root.hidden = false;
   buildResults();
