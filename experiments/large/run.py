@@ -162,7 +162,7 @@ def keep(work: Path, out: Path, log: dict[str, Any]) -> None:
     for path in [*work.glob("tuning-*/"), work / "scratch"]:
         for file in path.glob("**/*") if path.is_dir() else ():
             parts = file.relative_to(work).parts
-            if file.suffix in (".json", ".parquet", ".yaml") and not {"reference", "work"} & {*parts}:
+            if file.suffix in (".json", ".parquet", ".yaml") and not {"reference", "work", "tokens"} & {*parts}:
                 target = out / file.relative_to(work)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(file, target)
