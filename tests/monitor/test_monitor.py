@@ -40,7 +40,7 @@ def sft(out, monitor, data=None, model=None, **changes):
     return SFTTrainer(
         model=model or world.model(),
         args=config,
-        train_dataset=data if data is not None else world.dataset("text", "source", "half"),
+        train_dataset=data if data is not None else world.dataset("text", "source", "length"),
         processing_class=world.tokenizer(),
         callbacks=[monitor] if monitor else [],
         peft_config=lora,
@@ -84,16 +84,16 @@ def recorded_loss(record, measure="loss"):
 )
 def test_losses_of_sft_by_label_are_those_of_an_evaluation_of_the_same_rows(tmp_path, changes):
     """With learning rate 0, an epoch of the training has the losses of an evaluation pass, to rounding."""
-    data = world.dataset("text", "source", "half")
+    data = world.dataset("text", "source", "length")
     is_stream = changes.get("stream")
     rows = data if is_stream or changes.get("packing") else None  # whose other columns the trainer drops
-    monitor = grasp.Monitor(["source", "half"], rows=rows, strict=True)
+    monitor = grasp.Monitor(["source", "length"], rows=rows, strict=True)
     epoch = {"num_train_epochs": 1, "max_steps": 12 if is_stream else -1}
     changes = {name: value for name, value in changes.items() if name != "stream"} | {"learning_rate": 0.0} | epoch
     model = world.model()
     trainer = sft(tmp_path, monitor, data.to_iterable_dataset() if is_stream else data, model, **changes)
     trainer.train()
-    for label, measure, values in (("source", "loss", world.SOURCES), ("half", "loss/half", ("first", "second"))):
+    for label, measure, values in (("source", "loss", world.SOURCES), ("length", "loss/length", ("short", "long"))):
         losses = recorded_loss(MonitorRecord.read(tmp_path), measure)
         assert set(losses) == set(values)
         if not changes.get("packing"):  # without kernels for packing, rows see those before them
@@ -248,14 +248,14 @@ def test_bad_input_is_one_line_and_the_training_goes_on(tmp_path, capsys, monkey
 def test_a_loop_of_its_own(tmp_path, capsys):
     exam, tokenizer, model = world.write_exam(tmp_path / "exam.jsonl"), world.tokenizer(), world.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    monitor = grasp.Monitor(["source", "half"], exam, every=5, out=tmp_path / "seen", strict=True)
+    monitor = grasp.Monitor(["source", "length"], exam, every=5, out=tmp_path / "seen", strict=True)
     monitor.begin(model, tokenizer, optimizer)
     model.train()
     for k in range(20):
         rows = world.rows()[4 * (k % 12) : 4 * (k % 12) + 4]
         batch = dict(tokenizer([row["text"] for row in rows], return_tensors="pt", padding=True))
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        batch |= {label: [row[label] for row in rows] for label in ("source", "half")}
+        batch |= {label: [row[label] for row in rows] for label in ("source", "length")}
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -266,7 +266,7 @@ def test_a_loop_of_its_own(tmp_path, capsys):
             assert not monitor.sums  # logged just now
     summary = monitor.end()
     assert "effect of one more step" in repr(summary)
-    assert "loss by half" in repr(summary)
+    assert "loss by length" in repr(summary)
     assert len(MonitorRecord.read(tmp_path / "seen").select("target_loss")) == 4
     assert repr(summary) in capsys.readouterr().out
 

@@ -25,18 +25,18 @@ def _train(rank: int, place: str, port: int) -> None:
     torch.set_num_threads(1)
     exam, tokenizer = f"{place}/exam.jsonl", world.tokenizer()
     epoch = {"per_device_train_batch_size": 2, "learning_rate": 0.0, "ddp_backend": "gloo"}
-    sft(f"{place}/copied", grasp.Monitor(["source", "half"], exam, every=6, strict=True), **epoch).train()
+    sft(f"{place}/copied", grasp.Monitor(["source", "length"], exam, every=6, strict=True), **epoch).train()
 
     model = world.model()
     fully_shard(model, mesh=distributed.device_mesh.init_device_mesh("cpu", (2,)))
-    monitor = grasp.Monitor(["source", "half"], exam, out=f"{place}/divided")
+    monitor = grasp.Monitor(["source", "length"], exam, out=f"{place}/divided")
     monitor.begin(model, tokenizer, torch.optim.AdamW(model.parameters()))
     for k in range(12):
         rows = world.rows()[4 * k + 2 * rank : 4 * k + 2 * rank + 2]
         batch = dict(tokenizer([row["text"] + " </s>" for row in rows], return_tensors="pt", padding=True))
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         model(**batch).loss.backward()
-        monitor.step(batch | {label: [row[label] for row in rows] for label in ("source", "half")})
+        monitor.step(batch | {label: [row[label] for row in rows] for label in ("source", "length")})
     monitor.end()
 
 
@@ -46,13 +46,13 @@ def test_two_processes_have_the_losses_of_one(tmp_path, capfd):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.start_processes(_train, (str(tmp_path), port), nprocs=2, start_method="spawn")
-    sizes = {"source": {}, "half": {}}
+    sizes = {"source": {}, "length": {}}
     for row in world.rows():
         for label, tokens in sizes.items():
             tokens[row[label]] = tokens.get(row[label], 0) + len(row["text"].split())
     for run in ("copied", "divided"):
         record = MonitorRecord.read(Path(tmp_path / run))
-        for label, measure in (("source", "loss"), ("half", "loss/half")):
+        for label, measure in (("source", "loss"), ("length", "loss/length")):
             losses, expected = recorded_loss(record, measure), evaluated_loss(world.model(), label)
             assert {value: tokens for value, (tokens, _) in losses.items()} == sizes[label]
             assert {value: loss for value, (_, loss) in losses.items()} == pytest.approx(expected, abs=2e-6)

@@ -380,7 +380,8 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             if self.last is not None:
                 before = self.last[1]
                 steps_S = self.rates / max(1, self.weights.total()) * np.array([self.weights[s] for s in self.last[0]])
-                half_width = float(np.linalg.norm(steps_S * before.half_width_TS[t]))
+                half_width_S = np.where(steps_S > 0, before.half_width_TS[t], 0.0)  # unknown ones are infinite
+                half_width = float(np.linalg.norm(steps_S * half_width_S))
                 self.record.add(step, "predicted", float(steps_S @ before.effect_TS[t]), half_width, target=target)
                 self.record.add(step, "measured", now.loss_T[t] - before.loss_T[t], target=target)
             for s, source in enumerate(sources):

@@ -203,14 +203,14 @@ def collect_findings(
 ) -> Findings:
     """Collect the contents of a report.
 
-    Memory: as for `predict`; only a few numbers per row grow with the corpus.
+    Memory: as for `predict`; only a few numbers per row grow with the corpus. Further arguments are those of
+    `grasp.report.build_report.report`.
 
     Args:
         protocol: scoring rule of the predictions.
         by: labels to slice by. Default: all labels with a suitable number of values that are no paths or ids.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
         command: command line that reproduces the report.
-        artifact, target, runs, selection, mixture, explain, progress: as in `grasp.report.build_report.report`.
     Raises:
         SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """
