@@ -26,8 +26,9 @@ from trl import SFTConfig, SFTTrainer
 
 import grasp
 from grasp.files import write_atomically
+from grasp.models.causal_lm import restored_modes
 from grasp.models.tokenizer import train_tokenizer
-from grasp.monitor.effects import evaluation_mode, load_questions
+from grasp.monitor.effects import load_questions
 from grasp.monitor.record import MonitorRecord
 from grasp.seeds import stream
 
@@ -124,7 +125,8 @@ def train(args: argparse.Namespace, rows: dict[str, list[dict[str, str]]], witho
 def question_losses(model: Any, tokenizer: Any, targets: list[str]) -> dict[str, list[list[float]]]:
     """Return tokens and sum of losses of each question, by target."""
     losses: dict[str, list[list[float]]] = {}
-    with evaluation_mode(model), torch.no_grad():
+    with restored_modes(model), torch.no_grad():
+        model.eval()
         for target, questions in load_questions(targets, tokenizer, model.config.vocab_size).items():
             for (question,), _ in questions:
                 ids = torch.from_numpy(question.ids)[None]

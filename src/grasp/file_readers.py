@@ -20,6 +20,7 @@ it does not, and `read(source, ...)`. What a source is, and what else a reader h
     results    directory with the results of runs       (path): results, see `grasp.mixing.import_runs`
     run_table  table of runs                            (table): the table with one line per run
     recipe     fields of a training recipe              (fields): fields of `FineTuningRecipe`
+    report     path of `grasp report --NAME`            (path): `grasp.results.Result` with tables for the page
     output     path of `grasp info` and `grasp verify`  (path): description that prints itself, with `to_dict()`
                `verify(path)`: raise ArtifactError if a file is damaged
 

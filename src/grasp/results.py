@@ -36,6 +36,7 @@ class Result:
         notes: warnings and provenance, one sentence each, the most important first, printed below the table.
         signs: whether its numbers are changes, which are printed with a sign.
         figures: caption and data URL of each figure, which HTML shows above the table; None: it is not available.
+        parts: tables that are printed instead of its own.
     """
 
     max_printed: ClassVar[int] = MAX_ROWS_SHOWN  # rows that are printed
@@ -45,6 +46,7 @@ class Result:
     notes: tuple[str, ...] = ()
     signs: bool = True
     figures: tuple[tuple[str, str | None], ...] = ()
+    parts: tuple["Result", ...] = ()
 
     def to_arrow(self) -> pa.Table:
         """Return the table as an Arrow table."""
@@ -56,8 +58,7 @@ class Result:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return the table as a pandas DataFrame."""
-        frame: pd.DataFrame = self.table.to_pandas()
-        return frame
+        return self.table.to_pandas()  # type: ignore[no-any-return]
 
     def write(self, path: Path | str) -> Path:
         """Write the table as Parquet or CSV, or what a notebook shows as HTML, and return the path.
@@ -78,10 +79,12 @@ class Result:
     def __repr__(self) -> str:
         names, rows = self._printed_cells()
         table = text_table("", names, rows) if rows else ""
+        if self.parts:
+            table = "\n{}\n".format("\n\n".join(map(repr, self.parts)))
         return "\n".join(line for line in (plain(self.headline), table, *map(plain, self._below())) if line)
 
     def _repr_html_(self) -> str:
-        names, rows = self._printed_cells()
+        tables = "".join(part._repr_html_() for part in self.parts) or html_table(*self._printed_cells())
         figures = "".join(
             f'<figure style="display:inline-block;margin:4px;width:120px;font-size:small">'
             f'<img src="{url}" alt=""><figcaption>{escape(plain(caption))}</figcaption></figure>'
@@ -89,16 +92,16 @@ class Result:
             if url is not None
         )
         below = "".join(f"<p>{escape(plain(note))}</p>" for note in self._below())
-        return f"{figures}<p><b>{escape(plain(self.headline))}</b></p>{html_table(names, rows)}{below}"
+        return f"{figures}<p><b>{escape(plain(self.headline))}</b></p>{tables}{below}"
 
     def _printed_cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and the first rows as text."""
         names = list(self.table.column_names)
         rows = self.table.slice(0, self.max_printed).to_pylist()
-        return names, [[_cell(row[name], signs=self.signs) for name in names] for row in rows]
+        return names, [[cell_text(row[name], signs=self.signs) for name in names] for row in rows]
 
     def _below(self) -> Sequence[str]:
-        more = len(self) - self.max_printed
+        more = 0 if self.parts else len(self) - self.max_printed
         return [*([f"... and {more:,} more"] if more > 0 else []), *self.notes]
 
 
@@ -174,7 +177,8 @@ def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.if_else(is_formula, pc.binary_join_element_wise(quote, column, end), column)
 
 
-def _cell(value: Any, *, signs: bool) -> str:
+def cell_text(value: Any, *, signs: bool) -> str:
+    """Format a value of a table."""
     if not isinstance(value, float):
         return "-" if value is None else str(value)
     if not signs:

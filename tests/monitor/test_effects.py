@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from grasp.errors import ModelError
 from grasp.monitor.batches import Segment, segments
-from grasp.monitor.effects import GROUPS, Effects, clip_window, interval_of_mean, load_questions, split_groups
-from grasp.monitor.monitor import Monitor, merge_sums
+from grasp.monitor.effects import GROUPS, Effects, clip_window, interval_of_mean, load_questions
+from grasp.monitor.monitor import Monitor
 from tests.monitor import world
 
 
@@ -37,6 +37,10 @@ def mean_loss(model, rows):
         scored = model(ids).logits[0, :-1][torch.from_numpy(row.has_loss[1:])]
         losses.append(F.cross_entropy(scored, ids[0][torch.from_numpy(row.has_loss)], reduction="none"))
     return torch.cat(losses).mean()
+
+
+def split_groups(rows):
+    return [rows[k::GROUPS] for k in range(GROUPS)]
 
 
 def slow_effect(model, optimizer, rows, questions, rate):
@@ -83,10 +87,7 @@ def test_a_small_step_changes_the_loss_as_predicted(measured):
     effects = Effects(model, optimizer, questions)
     rows = labelled_rows("exam")
     before = effects.measure([rows])
-    gradient = torch.zeros_like(effects.preconditioner())
-    for group in split_groups(rows):
-        gradient += effects.gradient(group)[1] / GROUPS
-    step = 1e-3 * effects.preconditioner() * gradient
+    step = 1e-3 * effects.preconditioner() * effects.gradients(rows)[1].mean(dim=0)
     with torch.no_grad():
         for parameter, part in zip(
             model.parameters(), step.split([p.numel() for p in model.parameters()]), strict=True
@@ -145,11 +146,10 @@ def test_segments_of_padded_and_of_packed_batches():
 
 def _rank(rank, directory):
     distributed.init_process_group("gloo", f"file://{directory}/init", rank=rank, world_size=2)
-    monitor = Monitor("source", strict=True)
+    monitor = Monitor("source")
     for k, row in enumerate(world.rows(12)):
         if k % 2 == rank:
             monitor.sums[row["source"]] = monitor.sums.get(row["source"], 0.0) + np.array([1.0, k, 2.0 * k, 0.0, 0.0])
-    monitor.is_off = False
     torch.save(monitor._gather_sums(), f"{directory}/{rank}.pt")
     distributed.destroy_process_group()
 
@@ -159,7 +159,6 @@ def test_sums_of_two_processes_are_those_of_one(tmp_path):
     for k, row in enumerate(world.rows(12)):
         monitor.sums[row["source"]] = monitor.sums.get(row["source"], 0.0) + np.array([1.0, k, 2.0 * k, 0.0, 0.0])
     expected = monitor._gather_sums()
-    assert merge_sums([expected, {}])["exam"].tolist() == expected["exam"].tolist()
     multiprocessing.start_processes(_rank, (str(tmp_path),), nprocs=2, start_method="fork")
     for rank in range(2):
         sums = torch.load(tmp_path / f"{rank}.pt", weights_only=False)

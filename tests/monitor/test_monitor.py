@@ -1,6 +1,7 @@
 """The callback in real trainings of transformers and TRL: twelve steps each."""
 
 import os
+from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -39,29 +40,29 @@ def sft(out, monitor, data=None, model=None, **changes):
     return SFTTrainer(
         model=model or world.model(),
         args=config,
-        train_dataset=data if data is not None else world.dataset("text", "source", "half"),
+        train_dataset=data if data is not None else world.dataset("text", "source", "length"),
         processing_class=world.tokenizer(),
         callbacks=[monitor] if monitor else [],
         peft_config=lora,
     )
 
 
-def evaluated_loss(model, n=48):
-    """Return the mean loss per token of each source, by another forward pass row by row."""
-    tokenizer, losses = world.tokenizer(), {source: [] for source in world.SOURCES}
+def evaluated_loss(model, label="source", n=48):
+    """Return the mean loss per token of each value of a label, by another forward pass row by row."""
+    tokenizer, losses = world.tokenizer(), defaultdict(list)
     model.eval()
     for row in world.rows(n):
         ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
         with torch.no_grad():
             logits = model(ids).logits[0, :-1]
-        losses[row["source"]] += F.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+        losses[row[label]] += F.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
     return {source: np.mean(values) for source, values in losses.items()}
 
 
-def recorded_loss(record):
-    """Return tokens and mean loss over all steps, by source."""
+def recorded_loss(record, measure="loss"):
+    """Return tokens and mean loss over all steps, by source or another label."""
     values = {}
-    for row in record.select("loss"):
+    for row in record.select(measure):
         tokens, total = values.get(row["source"], (0.0, 0.0))
         values[row["source"]] = tokens + row["tokens"], total + row["tokens"] * row["value"]
     return {source: (tokens, total / tokens) for source, (tokens, total) in values.items()}
@@ -81,25 +82,23 @@ def recorded_loss(record):
     ],
     ids=["plain", "packed", "split", "padding-free", "accumulated", "lora", "checkpointing", "stream"],
 )
-def test_losses_of_sft_by_source_are_those_of_an_evaluation_of_the_same_rows(tmp_path, changes):
+def test_losses_of_sft_by_label_are_those_of_an_evaluation_of_the_same_rows(tmp_path, changes):
     """With learning rate 0, an epoch of the training has the losses of an evaluation pass, to rounding."""
-    data = world.dataset("text", "source", "half")
+    data = world.dataset("text", "source", "length")
     is_stream = changes.get("stream")
     rows = data if is_stream or changes.get("packing") else None  # whose other columns the trainer drops
-    monitor = grasp.Monitor("source", rows=rows, strict=True)
+    monitor = grasp.Monitor(["source", "length"], rows=rows, strict=True)
     epoch = {"num_train_epochs": 1, "max_steps": 12 if is_stream else -1}
     changes = {name: value for name, value in changes.items() if name != "stream"} | {"learning_rate": 0.0} | epoch
     model = world.model()
     trainer = sft(tmp_path, monitor, data.to_iterable_dataset() if is_stream else data, model, **changes)
     trainer.train()
-    losses = recorded_loss(MonitorRecord.read(tmp_path))
-    assert set(losses) == set(world.SOURCES)
-    if changes.get("packing_strategy") != "bfd_split":  # whose rows lose their context
-        expected = evaluated_loss(model)
-        if changes.get("packing"):  # without kernels for packing, rows see those before them
-            return
-        for source, (_, loss) in losses.items():
-            assert loss == pytest.approx(expected[source], abs=2e-6)
+    for label, measure, values in (("source", "loss", world.SOURCES), ("length", "loss/length", ("short", "long"))):
+        losses = recorded_loss(MonitorRecord.read(tmp_path), measure)
+        assert set(losses) == set(values)
+        if not changes.get("packing"):  # without kernels for packing, rows see those before them
+            expected = evaluated_loss(model, label)
+            assert {value: loss for value, (_, loss) in losses.items()} == pytest.approx(expected, abs=2e-6)
 
 
 def test_a_trainer_of_transformers_with_its_own_columns(tmp_path, capsys):
@@ -124,23 +123,24 @@ def test_a_trainer_of_transformers_with_its_own_columns(tmp_path, capsys):
     assert "loss by source" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_dpo_shows_losses_and_margins(tmp_path, lora):
+@pytest.mark.parametrize("reference", ["model", "lora", "precomputed"])
+def test_dpo_shows_losses_and_margins(tmp_path, reference):
     exam = world.write_exam(tmp_path / "exam.jsonl")
     monitor = grasp.Monitor("source", exam, every=4, strict=True)
     config = DPOConfig(
         output_dir=str(tmp_path),
         max_length=32,
+        precompute_ref_log_probs=reference == "precomputed",
         **(SETTINGS | {"bf16": False, "gradient_checkpointing": False}),
     )
     trainer = DPOTrainer(
         model=world.model(),
-        ref_model=None if lora else world.model(),
+        ref_model=world.model(seed=1) if reference != "lora" else None,
         args=config,
         train_dataset=world.dataset("prompt", "chosen", "rejected", "source"),
         processing_class=world.tokenizer(),
         callbacks=[monitor],
-        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None,
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if reference == "lora" else None,
     )
     trainer.train()
     record = MonitorRecord.read(tmp_path)
@@ -152,20 +152,6 @@ def test_dpo_shows_losses_and_margins(tmp_path, lora):
             assert sum(row["rows"] * row["value"] for row in lines) / 4 == pytest.approx(logs[name], abs=2e-6)
     assert len(record.select("effect")) == 3 * 3
     assert {row["step"] for row in record.select("effect")} == {4, 8, 12}
-
-
-def test_precomputed_references_are_one_line_and_the_training_goes_on(tmp_path, capsys):
-    config = DPOConfig(output_dir=str(tmp_path), precompute_ref_log_probs=True, **(SETTINGS | {"bf16": False}))
-    trainer = DPOTrainer(
-        model=world.model(),
-        args=config,
-        train_dataset=world.dataset("prompt", "chosen", "rejected", "source"),
-        processing_class=world.tokenizer(),
-        callbacks=[grasp.Monitor("source")],
-    )
-    trainer.train()
-    assert trainer.state.global_step == 12
-    assert "monitor: off from step 0: precompute_ref_log_probs=True is not supported" in capsys.readouterr().out
 
 
 def test_weights_and_random_numbers_are_those_of_a_training_without_monitor(tmp_path):
@@ -243,7 +229,6 @@ def test_an_exception_stops_the_monitor_and_not_the_training(tmp_path, capsys, m
     ("changes", "message"),
     [
         ({"label": "topic"}, "label: the training dataset has no column 'topic', got"),
-        ({"label": lambda row: None if row["half"] == "second" else "a"}, "label: row 24 has no"),
         ({"targets": "absent.jsonl"}, "effects are off: targets.names: absent.jsonl"),
         ({"packing": True}, "packing drops all columns, so pass the dataset before it: Monitor(label, rows=dataset)"),
         ({"optim": "adafactor", "targets": "exam.jsonl"}, "effects are off: the optimizer Adafactor has an unknown"),
@@ -263,14 +248,14 @@ def test_bad_input_is_one_line_and_the_training_goes_on(tmp_path, capsys, monkey
 def test_a_loop_of_its_own(tmp_path, capsys):
     exam, tokenizer, model = world.write_exam(tmp_path / "exam.jsonl"), world.tokenizer(), world.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-    monitor = grasp.Monitor("source", exam, every=5, out=tmp_path / "seen", strict=True)
+    monitor = grasp.Monitor(["source", "length"], exam, every=5, out=tmp_path / "seen", strict=True)
     monitor.begin(model, tokenizer, optimizer)
     model.train()
     for k in range(20):
         rows = world.rows()[4 * (k % 12) : 4 * (k % 12) + 4]
         batch = dict(tokenizer([row["text"] for row in rows], return_tensors="pt", padding=True))
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        batch["source"] = [row["source"] for row in rows]
+        batch |= {label: [row[label] for row in rows] for label in ("source", "length")}
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
         loss.backward()
@@ -281,6 +266,7 @@ def test_a_loop_of_its_own(tmp_path, capsys):
             assert not monitor.sums  # logged just now
     summary = monitor.end()
     assert "effect of one more step" in repr(summary)
+    assert "loss by length" in repr(summary)
     assert len(MonitorRecord.read(tmp_path / "seen").select("target_loss")) == 4
     assert repr(summary) in capsys.readouterr().out
 
@@ -320,7 +306,9 @@ def test_a_compiled_model_has_the_losses_of_an_evaluation(tmp_path):
 
 
 def test_rows_that_occur_in_two_sources_are_counted(tmp_path, capsys):
-    rows = [{"text": "w1 w2 w3", "source": source} for source in "abab"]
+    rows = [{"text": "w1 w2 w3", "source": source} for source in "aba"] + [{"text": "w4 w5", "source": None}]
     sft(tmp_path, grasp.Monitor("source", strict=True), Dataset.from_list(rows), max_steps=1).train()
-    assert "monitor: 2 rows are also rows of another source, which counts\n" in capsys.readouterr().out
-    assert {row["source"] for row in MonitorRecord.read(tmp_path).select("loss")} == {"a"}
+    printed = capsys.readouterr().out
+    assert "monitor: 1 rows have the tokens of a row with other labels, which count\n" in printed
+    assert "monitor: 1 rows lack a label and are listed as (unlabelled)\n" in printed
+    assert {row["source"] for row in MonitorRecord.read(tmp_path).select("loss")} == {"a", "(unlabelled)"}

@@ -5,7 +5,7 @@ import pytest
 import grasp
 from grasp.errors import RunsError
 from grasp.mixtures import read_mixture
-from grasp.monitor.record import MonitorRecord, MonitorSummary
+from grasp.monitor.record import MonitorRecord, summarise
 from tests.cli.grasp_command import run, succeed
 from tests.monitor import world
 from tests.monitor.test_monitor import sft
@@ -15,7 +15,7 @@ NAMES = ("<b>web</b>", "noise")
 
 def record(directory, better=0.0):
     """Return a record of a hundred steps: the first source helps until step 50, the second one hurts."""
-    stored = MonitorRecord("source", directory)
+    stored = MonitorRecord(["source"], directory)
     for step in range(10, 101, 10):
         for k, source in enumerate(NAMES):
             sizes = {"rows": 5, "tokens": 100 * (k + 1 + 10 * k * better)}
@@ -31,7 +31,7 @@ def record(directory, better=0.0):
 
 
 def test_the_summary_has_losses_effects_checks_and_a_mixture(tmp_path):
-    summary = MonitorSummary.of(record(tmp_path))
+    summary = summarise(record(tmp_path))
     losses, effects, checks, mixture = (part.table.to_pylist() for part in summary.parts)
     assert list(losses[0].values()) == pytest.approx(["<b>web</b>", 1_000, 2.9, 2.0, -0.9])
     assert effects[0]["verdict"] == "stopped helping after step 50"
@@ -55,14 +55,14 @@ def test_unknown_intervals_are_dashes_and_leave_the_share_of_their_source(tmp_pa
             row |= {"low": None, "high": None}
         if row["source"] == "<b>web</b>" and row["measure"] == "effect":
             row |= {"value": -0.002, "low": -0.003, "high": -0.001}
-    _, effects, checks, mixture = (part.table.to_pylist() for part in MonitorSummary.of(stored).parts)
+    _, effects, checks, mixture = (part.table.to_pylist() for part in summarise(stored).parts)
     assert effects[1]["verdict"] == "not distinguishable from zero; no measurement shows help"
     assert checks[0]["low"] is None
     assert mixture[1]["proposed"] == pytest.approx(mixture[1]["now"])
 
 
 def test_the_page_is_one_file_without_foreign_markup(tmp_path):
-    page = MonitorSummary.of(record(tmp_path)).write(tmp_path / "page.html").read_text()
+    page = summarise(record(tmp_path)).write(tmp_path / "page.html").read_text()
     assert "hurts since step 10" in page
     assert "&lt;b&gt;web&lt;/b&gt;" in page
     assert "<b>web" not in page
@@ -71,7 +71,7 @@ def test_the_page_is_one_file_without_foreign_markup(tmp_path):
 
 def test_rows_after_a_checkpoint_are_dropped(tmp_path):
     record(tmp_path)
-    resumed = MonitorRecord("source", tmp_path)
+    resumed = MonitorRecord(["source"], tmp_path)
     resumed.resume(45)
     assert resumed.last_step("loss") == 40
 

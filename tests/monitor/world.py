@@ -57,7 +57,7 @@ def rows(n: int = 48, seed: int = 0) -> list[dict[str, str]]:
     for k in range(n):
         source = SOURCES[k % len(SOURCES)]
         prompt, *words = _text(source, draws).split()
-        row = {"text": " ".join([prompt, *words]), "source": source, "half": "first" if 2 * k < n else "second"}
+        row = {"text": " ".join([prompt, *words]), "source": source, "length": "long" if len(words) > 7 else "short"}
         row |= {"prompt": prompt, "chosen": " " + " ".join(words), "rejected": " " + _text("noise", draws)}
         drawn.append(row)
     return drawn

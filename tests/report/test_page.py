@@ -229,6 +229,7 @@ def test_every_input_of_the_report_is_shown(parsed):
     assert_contains(text, f"rows with at least {MIN_RELIABLE_TOKENS} tokens", "effect size")
     assert re.search(r"targets: \S+ effect sizes on other questions \[\S+, \S+\]; \S+ nats per token \[", text)
     assert_contains(text, "models retrained on 24 subsets", "fitted to retrained models")
+    assert_contains(text, "9 sources in 20 steps", "helps since step 10", f"Loss by {HOSTILE[0]}", "--monitor ")
 
 
 def test_the_command_on_the_page_makes_it_again(page, tmp_path):
@@ -521,6 +522,7 @@ REFUSED = [
     ("ART --by topci --out OUT", "--by: unknown column 'topci' (did you mean 'topic'?)"),
     ("ART --selection no.json --out OUT", "--selection: no.json: no such file"),
     ("ART --mixture WRONG/m.json --out OUT", "m.json: not the summary of a mixture"),
+    ("ART --monitor WRONG --out OUT", "no monitor.parquet; expected the output directory of a training"),
     ("ART --runs WRONG/env --out OUT", "corpus"),
     ("ART --runs WRONG/begun --out OUT", "fewer than 3 subsets have a result"),
     ("ART --out WRONG", "which is a directory"),
@@ -546,7 +548,7 @@ def test_invalid_inputs_of_a_report_are_refused(place, wrong, tmp_path, argument
 )
 def test_a_missing_extra_is_named_before_any_work_and_torch_is_not_loaded(place, tmp_path, first, code, output):
     program = f"import sys; {first}; from grasp.cli import main; main()"
-    arguments = ["report", str(place / "art"), "--out", str(tmp_path / "r.html")]
+    arguments = ["report", str(place / "art"), "--monitor", str(place / "trained"), "--out", str(tmp_path / "r.html")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert re.fullmatch(output, done.stderr if code else done.stdout)

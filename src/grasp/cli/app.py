@@ -165,7 +165,7 @@ METAVARS = {
         "PATTERN": "columns metrics higher lower",
         "FILE": "source_tokens",
         "PATH": "corpus",
-        "DIR": "out runs development checkpoints model tokenizer",
+        "DIR": "out runs development checkpoints model tokenizer monitor",
         "further|new": "train",
         "ART": "like",
     }.items()

@@ -4,7 +4,8 @@ Start with `ReferenceModel.load`. Shape letters: B rows of a batch, L tokens, P 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -242,6 +243,20 @@ def weights_fingerprint(model: nn.Module, prefix: bytes) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def restored_modes(model: Any) -> Iterator[None]:
+    """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
+    model = model[0] if isinstance(model, tuple | list) and model else model
+    module = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
+    state: list[tuple[Any, str, bool]] = [(child, "training", child.training) for child in module.modules()]
+    state += [(parameter, "requires_grad", parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for owner, name, value in state:
+            setattr(owner, name, value)
 
 
 def pad_rows(rows: Sequence[I32], labels: Sequence[int | Bool | None] | None = None) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,13 @@
 A segment is one row of the dataset. A batch has one per line, or several in a line without padding, which position ids
 separate. The collator drops the label of a row, so a segment is recognised by a hash of its token ids. This changes
 nothing that the model receives, and is independent of shuffling, padding and the order of packed rows.
-Start with `segments`. Shape letters: B lines of a batch, L tokens.
+Start with `segments`. Shape letters: B lines of a batch, L tokens, P scored tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -17,39 +18,26 @@ import xxhash
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from grasp.arrays import F64, I64, Bool
+from grasp.arrays import I64, Bool
 from grasp.errors import SettingsError
 
 IGNORED = -100  # label of a token without loss
+UNLABELLED = "(unlabelled)"  # value of a row without one, and of a segment that is no row of the dataset
 Label = str | Callable[[Any], Any]  # column of a dataset, or function of its rows
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Token ids of one row in a batch, which of them carry loss, and their losses (None: not computed), each (L,)."""
+    """Token ids of one row in a batch and which of them carry loss, (L,) each, and the sum of the losses in nats."""
 
     ids: I64
     has_loss: Bool
-    losses: F64 | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens with loss."""
-        return int(self.has_loss.sum())
-
-    @property
-    def loss(self) -> float:
-        """Return the sum of the losses, NaN if they are unknown."""
-        return float("nan") if self.losses is None else float(self.losses[self.has_loss].sum())
+    loss: float = nan  # unknown
 
 
 def hash_ids(*sides: Any) -> int:
     """Return a hash of the token ids of a row, or of both sides of a preference pair."""
-    digest = xxhash.xxh3_64()
-    for ids in sides:
-        digest.update(np.ascontiguousarray(ids, dtype=np.int64).tobytes())
-        digest.update(b"end")
-    return digest.intdigest()
+    return xxhash.xxh3_64_intdigest(b"end".join(np.asarray(ids, dtype=np.int64).tobytes() for ids in sides))
 
 
 @torch.no_grad()
@@ -69,15 +57,20 @@ def segments(inputs: Mapping[str, Any], outputs: Any = None) -> list[Segment]:
         losses_BL[:, 1:] = -log_probs[:, -n_scored:].cpu()
     elif logits is not None and labels is not None:
         for b, mask in enumerate(has_loss_BL):
-            scored = logits[b, -n_scored - 1 : -1][mask[1:]]
-            scored = scored.to(torch.promote_types(scored.dtype, torch.float32))
-            losses_BL[b, mask.cpu()] = F.cross_entropy(scored, labels[b, mask], reduction="none").cpu().double()
+            scored_PV = logits[b, -n_scored - 1 : -1][mask[1:]]
+            losses_BL[b, mask.cpu()] = token_losses(scored_PV, labels[b, mask]).cpu().double()
     ids, has_loss, losses = (part.cpu().numpy() for part in (ids, has_loss_BL, losses_BL))
     parts = []
     for b, place in _bounds(inputs, ids.shape):
         mask_L = has_loss[b, place] & (np.arange(place.stop - place.start) > 0)
-        parts.append(Segment(ids[b, place], mask_L, losses[b, place]))
+        parts.append(Segment(ids[b, place], mask_L, float(losses[b, place][mask_L].sum())))
     return parts
+
+
+def token_losses(logits_PV: Tensor, ids_P: Tensor) -> Tensor:
+    """Return the losses of tokens in nats, (P,), float32 or wider."""
+    logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
+    return F.cross_entropy(logits_PV, ids_P, reduction="none")
 
 
 def _bounds(inputs: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
@@ -93,21 +86,21 @@ def _bounds(inputs: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple
             yield from ((b, slice(*bounds)) for bounds in pairwise(np.unique([first, *starts, end]).tolist()))
 
 
-def sources_of_rows(dataset: Any, label: Label) -> list[str]:
-    """Return the source of each row of a dataset.
+def values_of_rows(dataset: Any, labels: Sequence[Label]) -> list[tuple[str, ...]]:
+    """Return the values of the labels of each row of a dataset.
 
     Raises:
-        SettingsError: the column is missing, or a row has no value.
+        SettingsError: a column is missing.
     """
     known = getattr(dataset, "column_names", None) or list(dataset[0])
-    if not callable(label) and label not in known:
-        raise SettingsError(
-            f"label: the training dataset has no column {label!r}, got {', '.join(known)}; packing drops all "
-            "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
-        )
-    if not callable(label) and hasattr(dataset, "select_columns"):
-        dataset = dataset.select_columns([label])  # others are not decoded
-    values = [label(row) if callable(label) else row[label] for row in dataset]
-    if None in values:
-        raise SettingsError(f"label: row {values.index(None)} has no {label!r}; expected a value in every row")
-    return list(map(str, values))
+    columns = [label for label in labels if not callable(label)]
+    for column in columns:
+        if column not in known:
+            raise SettingsError(
+                f"label: the training dataset has no column {column!r}, got {', '.join(known)}; packing drops all "
+                "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
+            )
+    if len(columns) == len(labels) and hasattr(dataset, "select_columns"):
+        dataset = dataset.select_columns(columns)  # others are not decoded
+    values = ((label(row) if callable(label) else row[label] for label in labels) for row in dataset)
+    return [tuple(UNLABELLED if value is None else str(value) for value in row_values) for row_values in values]

@@ -23,11 +23,11 @@ def monitor(
     ),
 ) -> None:
     """Print the losses by source and the effects that grasp.Monitor stored."""
-    from grasp.monitor.record import MonitorRecord, MonitorSummary, table_of_runs
+    from grasp.monitor.record import MonitorRecord, summarise, table_of_runs
     from grasp.results import write_table
 
     records = [(str(path), MonitorRecord.read(path)) for path in run]
-    summaries = [MonitorSummary.of(record) for _, record in records]
+    summaries = [summarise(record) for _, record in records]
     print(*summaries, sep="\n\n")
     if out is not None:
         print(summaries[-1].write(out) if out.suffix == ".html" else write_table(table_of_runs(records), out))

@@ -14,8 +14,7 @@ Start with `Effects.measure`.
 Shape letters: S sources, T targets, R groups of rows, Q groups of questions, D sampled coordinates.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +26,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import F64
 from grasp.errors import ModelError
-from grasp.models.causal_lm import pad_rows
+from grasp.models.causal_lm import pad_rows, restored_modes
 from grasp.models.tokenizer import HfTokenizer
-from grasp.monitor.batches import Segment
+from grasp.monitor.batches import Segment, token_losses
+from grasp.select.change_intervals import COVERAGE
 from grasp.settings import TargetSettings
 from grasp.targets.load import load_units
 
@@ -37,7 +37,6 @@ GROUPS = 4  # of rows of a source, and of questions of a target
 ROWS, QUESTIONS = 16, 32  # rows of a source and questions of a target in a measurement
 MAX_TOKENS = 512  # of a row or a question
 MAX_COORDINATES = 16_000_000  # numbers of all gradients of targets together: 64 MB in float32
-COVERAGE = 0.95
 
 Row = tuple[Segment, ...]  # one segment, or chosen and rejected side of a preference pair
 LabelledRow = tuple[Row, float]  # and the reference's difference of log-probabilities
@@ -50,19 +49,6 @@ class Measurement:
     effect_TS: F64
     half_width_TS: F64
     loss_T: F64
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and restore the modes of all modules afterwards."""
-    mode_of = {module: module.training for module in model.modules()}
-    try:
-        with torch.enable_grad():
-            model.eval()
-            yield
-    finally:
-        for module, mode in mode_of.items():
-            module.training = mode
 
 
 def clip_window(segment: Segment) -> Segment:
@@ -107,33 +93,35 @@ class Effects:
         group = self.groups[0][1]
         return float(group["lr"]) / float(group.get("initial_lr", group["lr"]) or 1.0)
 
-    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+    def sample(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return every `stride`-th coordinate of tensors that belong to the parameters, (D,), float32 or wider."""
         parts = []
-        for k, (tensor, (parameter, _)) in enumerate(zip(tensors, self.groups, strict=True)):
-            values = torch.zeros_like(parameter) if tensor is None else tensor
-            part = values.detach().reshape(-1)[k % self.stride :: self.stride]
+        for k, tensor in enumerate(tensors):
+            part = tensor.detach().reshape(-1)[k % self.stride :: self.stride]
             parts.append(part.to(self.groups[0][0].device, torch.promote_types(part.dtype, torch.float32)))
         return torch.cat(parts)
 
     def preconditioner(self) -> Tensor:
         """Return the change of the sampled parameters per unit of gradient, (D,); 0 without a gradient so far."""
-        factors: list[Tensor | None] = []
+        factors = []
         for parameter, group in self.groups:
-            state, factor = self.optimizer.state.get(parameter), None
+            state, factor = self.optimizer.state.get(parameter), torch.zeros_like(parameter)
             if isinstance(self.optimizer, torch.optim.SGD):
                 factor = torch.full_like(parameter, 1 / (1 - group["momentum"]))
             elif state:
                 correction = 1 - group["betas"][1] ** float(state["step"])
                 factor = 1 / ((state["exp_avg_sq"] / correction).sqrt() + group["eps"])
-            factors.append(None if factor is None else group.get("initial_lr", group["lr"]) * factor)
+            factors.append(group.get("initial_lr", group["lr"]) * factor)
         return self.sample(factors)
 
-    def gradient(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
-        """Return the mean loss of rows, per token or per pair, and its gradient, (D,)."""
-        loss = self._loss(rows, beta)
-        gradients = torch.autograd.grad(loss, [parameter for parameter, _ in self.groups], allow_unused=True)
-        return float(loss.detach()), self.sample(gradients)
+    def gradients(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
+        """Return the mean loss of rows, per token or per pair, and its gradient for each group of rows, (R, D)."""
+        losses, gradients, parameters = [], [], [parameter for parameter, _ in self.groups]
+        for k in range(min(GROUPS, len(rows))):
+            loss = self._loss(rows[k::GROUPS], beta)
+            losses.append(float(loss.detach()))
+            gradients.append(self.sample(torch.autograd.grad(loss, parameters, materialize_grads=True)))
+        return float(np.mean(losses)), torch.stack(gradients)
 
     def _loss(self, rows: Sequence[LabelledRow], beta: float | None) -> Tensor:
         parts = [segment for k in range(len(rows[0][0])) for segment in (row[k] for row, _ in rows)]
@@ -143,10 +131,7 @@ class Effects:
         )
         present = torch.arange(ids_BL.shape[1]) < torch.tensor([[len(part.ids)] for part in parts])
         logits = self.model(input_ids=ids_BL, attention_mask=present.long().to(ids_BL.device), use_cache=False).logits
-        scored = logits[:, -ids_BL.shape[1] :][:, :-1][mask_BL[:, 1:]]
-        losses = F.cross_entropy(
-            scored.to(torch.promote_types(scored.dtype, torch.float32)), ids_BL[mask_BL], reduction="none"
-        )
+        losses = token_losses(logits[:, -ids_BL.shape[1] :][:, :-1][mask_BL[:, 1:]], ids_BL[mask_BL])
         if beta is None:
             return losses.mean()
         sums = losses.new_zeros(len(parts)).index_add(0, mask_BL.nonzero()[:, 0], losses)
@@ -162,22 +147,18 @@ class Effects:
             clip: mean factor of gradient clipping.
         """
         effect, half_width = np.zeros((2, len(self.targets), len(rows_of)))
-        with evaluation_mode(self.model):
-            targets = [self._gradients(questions) for questions in self.targets.values()]
+        with restored_modes(self.model), torch.enable_grad():
+            self.model.eval()
+            targets = [self.gradients(questions) for questions in self.targets.values()]
             factor_D = -self.stride * clip * self.preconditioner()
             for s, rows in enumerate(rows_of):
-                step_RD = factor_D * self._gradients(rows, self.beta)[1]
+                step_RD = factor_D * self.gradients(rows, self.beta)[1]
                 for t, (_, gradient_QD) in enumerate(targets):
                     terms_D = (gradient_QD.mean(dim=0) * step_RD.mean(dim=0)).cpu().double()
                     sampling = float(terms_D.var()) * len(terms_D) * (1 - 1 / self.stride)
                     product_RQ = (step_RD @ gradient_QD.T).cpu().double().numpy()
                     effect[t, s], half_width[t, s] = interval_of_mean(product_RQ, sampling)
         return Measurement(effect, half_width, np.array([loss for loss, _ in targets]))
-
-    def _gradients(self, rows: Sequence[LabelledRow], beta: float | None = None) -> tuple[float, Tensor]:
-        """Return the mean loss of groups of rows, and the gradient of each, (R, D)."""
-        losses, gradients = zip(*(self.gradient(group, beta) for group in split_groups(rows)), strict=True)
-        return float(np.mean(losses)), torch.stack(gradients)
 
 
 def interval_of_mean(product_RQ: F64, sampling_variance: float = 0.0) -> tuple[float, float]:
@@ -188,11 +169,6 @@ def interval_of_mean(product_RQ: F64, sampling_variance: float = 0.0) -> tuple[f
         variance += float(means.var(ddof=1)) / len(means) if len(means) > 1 else np.inf
     quantile = stats.t.ppf((1 + COVERAGE) / 2, max(1, min(product_RQ.shape) - 1))
     return float(product_RQ.mean()), float(quantile * np.sqrt(variance))
-
-
-def split_groups(rows: Sequence[LabelledRow]) -> list[list[LabelledRow]]:
-    """Split rows into at most GROUPS groups of about the same size."""
-    return [list(rows[k::GROUPS]) for k in range(min(GROUPS, len(rows)))]
 
 
 def load_questions(targets: Sequence[str], tokenizer: Any, vocab_size: int) -> dict[str, list[LabelledRow]]:

@@ -22,21 +22,23 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from grasp.arrays import F64
 from grasp.errors import GraspError, ModelError, SettingsError
 from grasp.monitor import batches
 from grasp.monitor.effects import ROWS, Effects, LabelledRow, Measurement, Row, clip_window, load_questions
-from grasp.monitor.record import MonitorRecord, MonitorSummary
+from grasp.monitor.record import MonitorRecord, summarise
+from grasp.results import Result
 
 SHARE_OF_TIME = 0.05  # of the training that measurements take by default
 FIRST_STEP = 10  # of a measurement by default: Adam's second moments are means of this many steps
 LOGGED_STEPS = 10  # of losses in a loop of your own; a trainer logs every `logging_steps`
 CLIPPED_STEPS = 10  # whose mean factor of gradient clipping counts
-UNLABELLED = "(unlabelled)"  # source of segments that are no row of the dataset
 
-Sums = dict[str, F64]  # by source: rows or pairs, tokens, loss, loss of pairs, margin
+Sums = dict[tuple[str, str], F64]  # rows or pairs, tokens, loss, loss of pairs, margin; by suffix of measure and value
+Values = tuple[str, ...]  # of the labels of a row
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -59,17 +61,12 @@ def guarded(method: Method) -> Method:
     return run  # type: ignore[return-value]
 
 
-def merge_sums(parts: Sequence[Sums]) -> Sums:
-    """Add sums of several processes."""
-    sources = {source for part in parts for source in part}
-    return {source: np.sum([part[source] for part in parts if source in part], axis=0) for source in sources}
-
-
 class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Show while a model is trained which source is learned, and which helps or hurts each target.
 
     Args:
-        label: column of the training dataset, or function of a row, that names the source of each row.
+        label: column of the training dataset, or function of a row, that names the source of each row. Of several, the
+            first one does; the losses are shown by the values of each.
         targets: files of questions or names of benchmarks, as for `grasp build`. Default: losses only.
         every: steps between measurements of effects. Default: so that they take at most 5 % of the training's time.
         rows: the dataset before packing, which drops all other columns. Default: that of the trainer.
@@ -79,7 +76,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
 
     def __init__(
         self,
-        label: batches.Label,
+        label: batches.Label | Sequence[batches.Label],
         targets: str | Path | Sequence[str | Path] = (),
         *,
         every: int | None = None,
@@ -87,23 +84,27 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         out: Path | str | None = None,
         strict: bool = False,
     ) -> None:
-        if not (callable(label) or isinstance(label, str)) or (every is not None and every < 1):
-            raise SettingsError(f"label, every: got {label!r} and {every}, expected one label and at least one step")
-        self.label, self.every, self.rows, self.strict = label, every, rows, strict
+        self.labels = (label,) if isinstance(label, str) or callable(label) else tuple(label)
+        self.names = ["source" if callable(label) else label for label in self.labels]
+        if not self.names or len(set(self.names)) < len(self.names) or (every is not None and every < 1):
+            raise SettingsError(f"label, every: got {label!r} and {every}, expected other labels and at least one step")
+        self.every, self.rows, self.strict = every, rows, strict
         self.targets = (str(targets),) if isinstance(targets, str | Path) else tuple(map(str, targets))
         self.out = None if out is None else Path(out)
-        self.is_off, self.is_main, self.hooks = False, True, list[Any]()
+        self.is_off, self.hooks = False, list[Any]()
         self._start(0, self.out)
 
     def _start(self, n_steps: int, directory: Path | None) -> None:
         """Forget a training before this one, and read its table if it continues."""
         self._remove_hooks()
-        self.n_steps, self.record = n_steps, MonitorRecord("source" if callable(self.label) else self.label, directory)
+        self.is_main = not distributed.is_initialized() or distributed.get_rank() == 0
+        self.n_steps, self.record = n_steps, MonitorRecord(self.names, directory if self.is_main else None)
         if n_steps:
             self.record.resume(n_steps)
-        self.source_of: dict[int, str] | None = None  # of each row, by its hash
+        self.row_of: dict[int, tuple[Values, float]] | None = None  # labels and reference of each row, by its hash
         self.effects: Effects | None = None
         self.beta: float | None = None  # of DPO
+        self.awaits_reference = False  # which a forward pass of DPO computes, after that of the model
         self.recent: dict[str, deque[LabelledRow]] = defaultdict(lambda: deque(maxlen=ROWS))
         self.sums: Sums = {}  # since the last log
         self.weights, self.rates = Counter[str](), 0.0  # tokens or pairs, learning rates; since the last measurement
@@ -122,14 +123,11 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         trainer = self._frame_of_trainer().f_locals["self"]
         handler = trainer.callback_handler
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]  # logs first
-        self.is_main = state.is_world_process_zero
-        self._start(state.global_step, (self.out or Path(args.output_dir) / "monitor") if self.is_main else None)
-        self.source_of = self._index(trainer)
+        self._start(state.global_step, self.out or Path(args.output_dir) / "monitor")
+        self.row_of = self._index(trainer)
         if hasattr(trainer, "beta") and hasattr(trainer, "loss_types"):  # DPOTrainer
-            if trainer.precompute_ref_logps:
-                raise SettingsError("precompute_ref_log_probs=True is not supported; expected False")
-            self.beta = float(trainer.beta)
-            if trainer.ref_model is not None:
+            self.beta, self.awaits_reference = float(trainer.beta), not trainer.precompute_ref_logps
+            if self.awaits_reference and trainer.ref_model is not None:
                 self._hook(trainer.ref_model)
         # The inner model, which also computes references of DPO; hooks of a compiled model would be traced.
         self._hook(trainer.model_wrapped if hasattr(trainer.model_wrapped, "_orig_mod") else trainer.model)
@@ -145,37 +143,44 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             frame = frame.f_back
         raise SettingsError("expected to be called by a Trainer; for other loops use begin, step and end")
 
-    def _index(self, trainer: Any) -> dict[int, str]:
-        """Return the sources of the rows that the trainer will pass to the model, by their hashes."""
+    def _index(self, trainer: Any) -> dict[int, tuple[Values, float]]:
+        """Return labels and reference of each row that the trainer will pass to the model, by its hash."""
+        references = None
         if self.rows is not None:
             if not hasattr(trainer, "_prepare_dataset"):
                 raise SettingsError(f"rows: {type(trainer).__name__} does not pack; remove rows")
             args, length = copy.copy(trainer.args), trainer.args.max_length or sys.maxsize
             args.max_length = None
-            rows = trainer._prepare_dataset(self.rows, trainer.processing_class, args, False, None, "monitor")
-            sources = batches.sources_of_rows(rows, self.label)
-            lines = ((ids, range(0, len(ids), length)) for ids in rows["input_ids"])
+            data = trainer._prepare_dataset(self.rows, trainer.processing_class, args, False, None, "monitor")
+            lines = ((ids, range(0, len(ids), length)) for ids in data["input_ids"])
             keys = ([batches.hash_ids(ids[start : start + length]) for start in starts] for ids, starts in lines)
         elif not hasattr(trainer.train_dataset, "__len__"):
             raise SettingsError("label: the training dataset is a stream; pass its rows: Monitor(label, rows=dataset)")
         else:
-            loader = trainer.callback_handler.train_dataloader  # its rows have lost the label, not their order
-            sources = batches.sources_of_rows(trainer.train_dataset, self.label)
-            parts = (batches.segments(loader.collate_fn([row])) for row in loader.dataset)
+            data, loader = trainer.train_dataset, trainer.callback_handler.train_dataloader
+            parts = (batches.segments(loader.collate_fn([row])) for row in loader.dataset)  # same rows without labels
             keys = ([batches.hash_ids(*(part.ids for part in sides))] for sides in parts)
-        source_of: dict[int, str] = {}
-        pairs = ((key, source) for row_keys, source in zip(keys, sources, strict=True) for key in row_keys)
-        if n_ambiguous := sum(source_of.setdefault(key, source) != source for key, source in pairs):
-            self._note(f"{n_ambiguous:,} rows are also rows of another source, which counts")
-        return source_of
+            if getattr(trainer, "precompute_ref_logps", False):
+                references = np.subtract(*(data[f"ref_{side}_logps"][:] for side in ("chosen", "rejected")))
+        row_of, n_ambiguous, n_without = dict[int, tuple[Values, float]](), 0, 0
+        for k, (row_keys, values) in enumerate(zip(keys, batches.values_of_rows(data, self.labels), strict=True)):
+            row = values, 0.0 if references is None else float(references[k])
+            n_ambiguous += sum(row_of.setdefault(key, row)[0] != values for key in row_keys)
+            n_without += batches.UNLABELLED in values
+        if n_ambiguous:
+            self._note(f"{n_ambiguous:,} rows have the tokens of a row with other labels, which count")
+        if n_without:
+            self._note(f"{n_without:,} rows lack a label and are listed as {batches.UNLABELLED}")
+        return row_of
 
     @guarded
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the effects, if it is time to."""
+        self.n_steps = state.global_step
         norm = self._frame_of_trainer().f_locals.get("grad_norm")
         if norm is not None and args.max_grad_norm:
             self.clips.append(min(1.0, args.max_grad_norm / max(float(norm), 1e-12)))
-        self._end_step(state.global_step, state.max_steps - state.global_step)
+        self._end_step(state.max_steps - state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add losses and effects to the logs of the training, before other callbacks receive them."""
@@ -203,10 +208,10 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             optimizer: its optimizer, for targets.
         """
         self._start(0, self.out)
+        model = getattr(model, "module", model)  # of DistributedDataParallel
         self._hook(model)
         self._prepare_effects(model, optimizer, tokenizer)
 
-    @guarded
     def step(self, batch: Mapping[str, Any], loss: Any = None) -> None:
         """Record one step of the optimizer, after it.
 
@@ -214,25 +219,31 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             batch: what the model received, and the labels: a list of values, one per row, by the name of the label.
             loss: loss of the step, which is not needed.
         """
-        if self.record.label not in batch:
-            raise SettingsError(f"label: the batch has no {self.record.label!r}, got {', '.join(batch)}")
-        sources = list(map(str, batch[self.record.label]))
-        parts = [part for inputs, outputs in self.pending for part in batches.segments({**batch, **inputs}, outputs)]
-        self.pending.clear()
-        if len(parts) != len(sources):
-            raise SettingsError(f"label: got {len(sources)} labels for {len(parts)} rows in training mode since `step`")
-        for part, source in zip(parts, sources, strict=True):
-            self._count((part,), source)
-        self._end_step(self.n_steps + 1)
+        self.n_steps += 1
+        self._record_step(batch)
         if self.n_steps % LOGGED_STEPS == 0:
             self._log({}, self._gather_sums())
 
-    def end(self) -> MonitorSummary | None:
+    @guarded
+    def _record_step(self, batch: Mapping[str, Any]) -> None:
+        values = list(zip(*(map(str, batch.get(name, ())) for name in self.names), strict=True))
+        parts = [part for inputs, outputs in self.pending for part in batches.segments({**batch, **inputs}, outputs)]
+        self.pending.clear()
+        if len(parts) != len(values):
+            raise SettingsError(
+                f"label: got {len(values)} values of {self.names[0]!r} for {len(parts)} rows in training mode since "
+                "the last `step`; expected one per row in the batch"
+            )
+        for part, row_values in zip(parts, values, strict=True):
+            self._count((part,), row_values)
+        self._end_step()
+
+    def end(self) -> Result | None:
         """Measure a last time, store the table, and print and return the summary; None if the monitor is off."""
         return self._finish(self._gather_sums())
 
     @guarded
-    def _finish(self, sums: Sums) -> MonitorSummary:
+    def _finish(self, sums: Sums) -> Result:
         self._log({}, sums)
         is_outdated = self.last is not None and self.record.last_step("effect") < self.n_steps
         if is_outdated and (self.every or self._is_affordable()):
@@ -243,7 +254,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         spent = time.perf_counter() - self.started
         self.record.notes.append(f"monitoring took {self.seconds:.1f} s of {spent:.1f} s ({self.seconds / spent:.1%})")
         self.record.write()
-        summary = MonitorSummary.of(self.record)
+        summary = summarise(self.record)
         if self.is_main:
             print(summary, flush=True)  # noqa: T201
         return summary
@@ -260,61 +271,62 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
     @guarded
     def _after_forward(self, module: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
         """Read a forward pass of the training; measurements and evaluations are in eval mode."""
-        is_reference = self.beta is not None and not (module.training and torch.is_grad_enabled())
+        is_reference = self.awaits_reference and not (module.training and torch.is_grad_enabled())
         if not (module.training or (is_reference and self.pending)):
             return
         started = time.perf_counter()
         inputs = inputs if "input_ids" in inputs or not args else {**inputs, "input_ids": args[0]}
-        if self.source_of is None:
+        if self.row_of is None:
             self.pending.append((inputs, outputs))  # until `step` receives the labels
             return
         parts = batches.segments(inputs, outputs)
-        if self.beta is not None and not is_reference:
-            self.pending = parts
-        elif is_reference:
-            n_pairs = len(parts) // 2  # chosen sides come first
-            for k in range(n_pairs):
-                self._count(tuple(self.pending[k::n_pairs]), reference=parts[n_pairs + k].loss - parts[k].loss)
-            self.pending = []
+        n_rows = len(parts) // (1 if self.beta is None else 2)  # chosen sides of pairs come first
+        rows = [tuple(parts[k::n_rows]) for k in range(n_rows)]
+        if self.awaits_reference and not is_reference:
+            self.pending = rows
         else:
-            for part in parts:
-                self._count((part,))
+            for row, sides in zip(self.pending if is_reference else rows, rows, strict=True):
+                key = batches.hash_ids(*(part.ids for part in row))
+                values, reference = self.row_of.get(key, ((batches.UNLABELLED,) * len(self.names), 0.0))
+                self._count(row, values, sides[1].loss - sides[0].loss if is_reference else reference)
+            self.pending = []
         self.seconds += time.perf_counter() - started
 
-    def _count(self, row: Row, source: str | None = None, reference: float = 0.0) -> None:
-        """Add a row or a preference pair to the sums of its source, and store it for effects."""
-        source = source or (self.source_of or {}).get(batches.hash_ids(*(part.ids for part in row)), UNLABELLED)
+    def _count(self, row: Row, values: Values, reference: float = 0.0) -> None:
+        """Add a row or a preference pair to the sums by its labels, and store it for effects."""
         self.n_read += sum(len(part.ids) for part in row)
-        if row[0].tokens:
+        if tokens := int(row[0].has_loss.sum()):
             margin = self.beta * (row[1].loss - row[0].loss - reference) if self.beta else 0.0
-            values = [1.0, row[0].tokens, row[0].loss, float(np.logaddexp(0.0, -margin)), margin]
-            self.sums[source] = self.sums.get(source, np.zeros(5)) + np.array(values)
-            self.weights[source] += 1 if self.beta else row[0].tokens
-            self.recent[source].append((tuple(map(clip_window, row)), reference))
+            numbers = np.array([1.0, tokens, row[0].loss, float(np.logaddexp(0.0, -margin)), margin])
+            for key in zip(map(self.record.suffix, self.names), values, strict=True):
+                self.sums[key] = self.sums.get(key, np.zeros(5)) + numbers
+            self.weights[values[0]] += 1 if self.beta else tokens
+            self.recent[values[0]].append((tuple(map(clip_window, row)), reference))
 
     def _gather_sums(self) -> Sums:
         """Return the sums since the last log over all processes; every process calls this, also if it is off."""
         sums, self.sums = ({} if self.is_off else self.sums), {}
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not distributed.is_initialized():
             return sums
         parts: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(parts, sums)
-        return merge_sums(parts)
+        keys = {key for part in parts for key in part}
+        return {key: np.sum([part[key] for part in parts if key in part], axis=0) for key in keys}
 
     @guarded
     def _log(self, logs: dict[str, float], sums: Sums) -> None:
         """Record the losses since the last log, and add them and new effects to the logs."""
-        for source, (rows, tokens, loss, pair_loss, margin) in sorted(sums.items()):
-            means = {"loss": loss / tokens if tokens else np.nan}
+        for (suffix, value), (rows, tokens, loss, pair_loss, margin) in sorted(sums.items()):
+            means = {"loss": loss / tokens}
             if self.beta is not None:
                 means |= {"dpo_loss": pair_loss / rows, "margin": margin / rows}
             for measure, mean in means.items():
-                self.record.add(self.n_steps, measure, mean, source=source, rows=rows, tokens=tokens)
+                self.record.add(self.n_steps, measure + suffix, mean, source=value, rows=rows, tokens=tokens)
                 if np.isfinite(mean):
-                    logs[f"monitor/{measure}/{source}"] = float(mean)
+                    logs[f"monitor/{measure}{suffix}/{value}"] = float(mean)
         logs.update(self.new_logs)
         self.new_logs.clear()
-        if all(row["value"] is None for row in self.record.select("loss")):
+        if all(row["value"] is None for row in self.record.rows if row["measure"] == "loss"):
             self._note(
                 "losses are off: the model received no labels, or returned neither logits nor log_probs "
                 "(label_smoothing_factor, compute_loss_func, or a fused loss such as use_liger_kernel)"
@@ -325,7 +337,8 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
         if not self.targets or not self.is_main:
             return
         try:
-            if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+            is_divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+            if is_divided or any(getattr(trainer, f"is_{name}_enabled", False) for name in ("fsdp", "deepspeed")):
                 raise ModelError("FSDP and DeepSpeed divide parameters among processes; use DDP or a single process")
             if self.beta is not None and (trainer.loss_types, trainer.f_divergence_type) != (["sigmoid"], "reverse_kl"):
                 raise ModelError(f"got the DPO loss {'+'.join(trainer.loss_types)}; expected sigmoid with reverse_kl")
@@ -340,13 +353,14 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
                 raise
             self._note(f"effects are off: {err}")
 
-    def _end_step(self, n_steps: int, n_left: int = 0) -> None:
+    def _end_step(self, n_left: int = 0) -> None:
         """Count a step of the optimizer, and measure after it if it is time to."""
-        self.n_steps, self.n_timed = n_steps, self.n_timed + 1
+        self.n_timed += 1
         if self.effects is not None:
             self.rates += self.rate
             self.rate = self.effects.relative_rate()
-            if n_steps % self.every == 0 if self.every else n_steps >= FIRST_STEP and self._is_affordable(n_left):
+            is_late = self.n_steps >= FIRST_STEP
+            if self.n_steps % self.every == 0 if self.every else is_late and self._is_affordable(n_left):
                 self._measure()
 
     def _is_affordable(self, n_left: int = 0) -> bool:
@@ -369,7 +383,8 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             if self.last is not None:
                 before = self.last[1]
                 steps_S = self.rates / max(1, self.weights.total()) * np.array([self.weights[s] for s in self.last[0]])
-                half_width = float(np.linalg.norm(steps_S * before.half_width_TS[t]))
+                half_width_S = np.where(steps_S > 0, before.half_width_TS[t], 0.0)  # unknown ones are infinite
+                half_width = float(np.linalg.norm(steps_S * half_width_S))
                 self.record.add(step, "predicted", float(steps_S @ before.effect_TS[t]), half_width, target=target)
                 self.record.add(step, "measured", now.loss_T[t] - before.loss_T[t], target=target)
             for s, source in enumerate(sources):

@@ -1,14 +1,14 @@
-"""Store what a monitor measured, and summarise it: as text, as an offline page, and as a line of a table of runs.
+"""Store what a monitor measured, and summarise it: as tables, and as a line of a table of runs.
 
 The table has one row per value: `step`, `measure` (loss, dpo_loss, margin, effect, target_loss, predicted, measured),
-`source`, `target`, `value`, the bounds `low` and `high`, and `rows` and `tokens` that a loss is a mean of.
-Start with `MonitorSummary.of`. Shape letters: B mixtures, G sources, T targets.
+`source`, `target`, `value`, the bounds `low` and `high`, and `rows` and `tokens` that a loss is a mean of. Losses by a
+further label have the measure `loss/LABEL`, and its values as sources. Start with `summarise`.
+Shape letters: B mixtures, G sources, T targets.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import replace
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,11 @@ from scipy.special import ndtri
 from grasp.arrays import F64
 from grasp.errors import RunsError
 from grasp.mixtures import MixtureWeights, write_mixture
-from grasp.monitor.effects import COVERAGE
 from grasp.results import Result, write_table
+from grasp.select.change_intervals import COVERAGE
 from grasp.select.guards import CONFIDENCE, Guards
 from grasp.select.linear_program import MixtureProblem, solve
 from grasp.store.checksummed_parquet import read_checksummed
-from grasp.text import plain
 
 FILE, MIXTURE_FILE = "monitor.parquet", "mixture.yaml"
 TEXTS, NUMBERS = ("measure", "source", "target"), ("value", "low", "high", "rows", "tokens")
@@ -44,12 +43,12 @@ class MonitorRecord:
     """The rows of the table so far.
 
     Args:
-        label: name of the label whose values are the sources.
+        labels: names of the labels; the values of the first one are the sources.
         directory: where the table is stored; None: nowhere.
     """
 
-    def __init__(self, label: str, directory: Path | None = None) -> None:
-        self.label, self.directory = label, directory
+    def __init__(self, labels: Sequence[str], directory: Path | None = None) -> None:
+        self.labels, self.directory = labels, directory
         self.rows: list[Line] = []
         self.notes: list[str] = []
 
@@ -74,9 +73,13 @@ class MonitorRecord:
         """Return the last step with a measure, 0 if there is none."""
         return max((row["step"] for row in self.select(measure)), default=0)
 
+    def suffix(self, label: str) -> str:
+        """Return the end of a measure's name that is by a label: empty for the sources."""
+        return "" if label == self.labels[0] else f"/{label}"
+
     def to_table(self) -> pa.Table:
-        """Return the rows as a table, with label and notes in its metadata."""
-        about = json.dumps({"label": self.label, "notes": self.notes})
+        """Return the rows as a table, with labels and notes in its metadata."""
+        about = json.dumps({"labels": self.labels, "notes": self.notes})
         return pa.Table.from_pylist(self.rows, SCHEMA).replace_schema_metadata({"monitor": about})
 
     def write(self) -> None:
@@ -107,41 +110,30 @@ class MonitorRecord:
             about = json.loads(table.schema.metadata[b"monitor"])
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
             raise RunsError(f"{path}: cannot be read as the table of a monitor: {err}") from err
-        record = cls(about["label"])
+        record = cls(about["labels"])
         record.rows, record.notes = table.to_pylist(), about["notes"]
         return record
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class MonitorSummary(Result):
-    """What a monitor measured; printed as a few tables."""
+def read(run: Path) -> Result:
+    """Summarise the stored table of a run, for `grasp report --monitor`; errors as `MonitorRecord.read`."""
+    return summarise(MonitorRecord.read(run))
 
-    parts: tuple[Result, ...]
 
-    @classmethod
-    def of(cls, record: MonitorRecord) -> "MonitorSummary":
-        """Summarise a record, and write the proposed mixture beside the stored table."""
-        findings, parts = list[str](), [_losses(record)]
-        headline = f"{len(record.by('source', 'loss'))} sources in {record.last_step('loss'):,} steps"
-        if effects := _effects(record):
-            headline += "; an effect is the change of a target's loss by one more step on a source, in 1e-3 nats"
-            mixture = _mixture(record)
-            title = "effect of one more step on a source, 95 % intervals"
-            parts += [_table(title, effects), _checks(record), mixture]
-            for kind in (HURTS, STOPPED, NEVER):
-                names = [f"{row['source']} ({row['target']})" for row in effects if kind in row["verdict"]]
-                findings += [f"{kind}: {', '.join(names)}"] * bool(names)
-            findings += mixture.notes
-        parts = [replace(part, notes=()) for part in parts if len(part)]
-        return cls(record.to_table(), headline, (*findings, *record.notes), parts=tuple(parts))
-
-    def __repr__(self) -> str:
-        notes = "\n".join(map(plain, self.notes))
-        return "\n\n".join([plain(self.headline), *map(repr, self.parts), notes])
-
-    def _repr_html_(self) -> str:
-        lines = "".join(f"<p>{escape(plain(line))}</p>" for line in (self.headline, *self.notes))
-        return lines + "".join(part._repr_html_() for part in self.parts)
+def summarise(record: MonitorRecord) -> Result:
+    """Return the tables of a record, and write the proposed mixture beside the stored table."""
+    findings, parts = list[str](), [_losses(record, label) for label in record.labels]
+    headline = f"{len(record.by('source', 'loss'))} sources in {record.last_step('loss'):,} steps"
+    if effects := _effects(record):
+        headline += "; an effect is the change of a target's loss by one more step on a source, in 1e-3 nats"
+        mixture = _mixture(record)
+        parts += [_table("effect of one more step on a source, 95 % intervals", effects), _checks(record), mixture]
+        for kind in (HURTS, STOPPED, NEVER):
+            names = [f"{row['source']} ({row['target']})" for row in effects if kind in row["verdict"]]
+            findings += [f"{kind}: {', '.join(names)}"] * bool(names)
+        findings += mixture.notes
+    shown = tuple(replace(part, notes=()) for part in parts if len(part))
+    return Result(record.to_table(), headline, (*findings, *record.notes), parts=shown)
 
 
 def _table(title: str, rows: Sequence[Line], notes: Sequence[str] = ()) -> Result:
@@ -149,19 +141,19 @@ def _table(title: str, rows: Sequence[Line], notes: Sequence[str] = ()) -> Resul
     return Result(table, title, tuple(notes), signs=False)
 
 
-def _losses(record: MonitorRecord) -> Result:
-    """Return the losses by source: means of the first and the last tenth of the logs, and their difference."""
-    rows = []
-    for source, logged in record.by("source", "loss").items():
-        row: Line = {record.label: source, "tokens": round(sum(line["tokens"] for line in logged))}
+def _losses(record: MonitorRecord, label: str) -> Result:
+    """Return the losses by value of a label: means of the first and last tenth of the logs, and their difference."""
+    rows, suffix = [], record.suffix(label)
+    for source, logged in record.by("source", f"loss{suffix}").items():
+        row: Line = {label: source, "tokens": round(sum(line["tokens"] for line in logged))}
         for measure in ("loss", "dpo_loss", "margin"):
-            lines = record.select(measure, source=source)
+            lines = record.select(measure + suffix, source=source)
             if values := [line["value"] for line in lines if line["value"] is not None]:
                 tenth = max(1, len(values) // 10)
                 first, last = float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
                 row |= {f"{measure}, first": first, f"{measure}, last": last, f"{measure}, change": last - first}
         rows.append(row)
-    return _table(f"loss by {record.label}", rows)
+    return _table(f"loss by {label}", rows)
 
 
 def _state(row: Line) -> str:
@@ -199,11 +191,13 @@ def _checks(record: MonitorRecord) -> Result:
     for target, losses in record.by("target", "target_loss").items():
         row: Line = {"target": target, "steps": f"{losses[0]['step']}-{losses[-1]['step']}"}
         row |= {"loss, first": losses[0]["value"], "loss, last": losses[-1]["value"]}
-        predicted, measured = record.select("predicted", target=target), record.select("measured", target=target)
         # half-widths add up, since the questions are the same in all measurements
-        for heading, name in (("predicted change", "value"), ("low", "low"), ("high", "high")):
-            row[heading] = float(np.array([line[name] for line in predicted], dtype=float).sum())
-        rows.append(row | {"measured change": float(np.array([line["value"] for line in measured], dtype=float).sum())})
+        predicted, measured = (
+            pd.DataFrame(record.select(measure, target=target), columns=NUMBERS, dtype=float).sum(skipna=False)
+            for measure in ("predicted", "measured")
+        )
+        row |= {"predicted change": predicted["value"], "low": predicted["low"], "high": predicted["high"]}
+        rows.append(row | {"measured change": measured["value"]})
     return _table("check: change of the targets' losses", rows)
 
 
@@ -223,7 +217,6 @@ def _mixture(record: MonitorRecord) -> Result:
         return _table(title, [], [note])
     pivot = pd.DataFrame(last).pivot(index="target", columns="source")
     low_TG, value_TG, high_TG = (pivot[name].to_numpy(float) / UNIT for name in ("low", "value", "high"))
-    near_TG = np.where(high_TG < 0, high_TG, np.where(low_TG > 0, low_TG, 0.0))
     error_TG = high_TG - value_TG
     rows_G, tokens_G = (np.array([sum(row[name] for row in losses[s]) for s in sources]) for name in ("rows", "tokens"))
     now_G, is_free_G = tokens_G / tokens_G.sum(), np.isfinite(error_TG).all(axis=0)
@@ -237,17 +230,19 @@ def _mixture(record: MonitorRecord) -> Result:
         error_BT = np.sqrt(moved_BG**2 @ np.nan_to_num(error_TG).T ** 2)
         return change_BT, change_BT - error_BT * ndtri(CONFIDENCE) / ndtri((1 + COVERAGE) / 2)
 
-    gain_G = -near_TG.sum(axis=0)
+    gain_G = -np.nan_to_num(np.clip(0.0, low_TG, high_TG)).sum(axis=0)
     share_G, outcomes = Guards(tuple(targets), 0.0, changes).optimize(
         problem, lambda share_BG: share_BG @ gain_G, [solve(problem, gain_G), now_G]
     )
     notes = [outcome.note for outcome in outcomes]
     if record.directory is not None:
         sizes = {"rows": rows_G, "tokens": tokens_G, "documents": rows_G}
-        weights = MixtureWeights(record.label, tuple(sources), sizes, share_G / now_G)
+        weights = MixtureWeights(record.labels[0], tuple(sources), sizes, share_G / now_G)
         notes.insert(0, write_mixture(weights, record.directory / MIXTURE_FILE, "yaml"))
     lines = zip(sources, now_G.tolist(), share_G.tolist(), strict=True)
-    return _table(title, [{record.label: source, "now": now, "proposed": share} for source, now, share in lines], notes)
+    return _table(
+        title, [{record.labels[0]: source, "now": now, "proposed": share} for source, now, share in lines], notes
+    )
 
 
 def table_of_runs(records: Iterable[tuple[str, MonitorRecord]]) -> pa.Table:

@@ -5,16 +5,14 @@ a checkpoint, `build_artifact` reads one, and `replay_targets` adds to an artifa
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from grasp.artifact.manifest import MANIFEST, SIGNED_MANIFEST, ReplayRecord
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import SettingsError
+from grasp.models.causal_lm import restored_modes
 from grasp.pipeline.add_replay import replay_targets
 from grasp.pipeline.build_plan import (
     argument_settings,
@@ -139,7 +137,7 @@ def build(
         progress.note(f"{output.url}: finished; nothing to do")
         return ArtifactReader.open(output.url)
 
-    with _restored_modes(model):
+    with restored_modes(model):
         how: dict[str, Any] = {"recipe": recipe, "replay": replay, "warm_up": warm_up, "resume": resume}
         plan = plan_build(nested, output, model, tokenizer, corpus, targets, **how)
         config, place = plan.settings, output.directory
@@ -193,17 +191,3 @@ def add_replay(
     return replay_targets(
         local_artifact(out, "--replay"), read_recipe(recipe), replay_settings, overrides=overrides, progress=progress
     )
-
-
-@contextmanager
-def _restored_modes(model: Any) -> Iterator[None]:
-    """Restore training modes and `requires_grad` of a model that was passed as an object, after the `with` block."""
-    model = model[0] if isinstance(model, tuple | list) and model else model
-    module = model if isinstance(model, nn.Module) else nn.Module()  # a path has no modes to restore
-    state: list[tuple[Any, str, bool]] = [(child, "training", child.training) for child in module.modules()]
-    state += [(parameter, "requires_grad", parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for owner, name, value in state:
-            setattr(owner, name, value)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grasp.artifact.reader import ArtifactReader
-from grasp.errors import SettingsError
-from grasp.files import InputPaths, check_outputs, write_atomically
+from grasp.entry_points import load
+from grasp.file_readers import GROUP
+from grasp.files import check_outputs, write_atomically
 from grasp.predict.default_protocol import resolve_protocol
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.progress import Progress
@@ -51,6 +52,7 @@ def report(
     runs: TrainingRuns | RunTable | Path | str | None = None,
     selection: Path | str | None = None,
     mixture: Path | str | None = None,
+    monitor: Path | str | None = None,
     protocol: ScoringProtocol | Path | str | None = None,
     explain: int = DEFAULT_EXPLAINED,
     progress: Progress | None = None,
@@ -68,6 +70,7 @@ def report(
             runs are finished.
         selection: JSON summary written by `grasp select` next to its --out. Default: the best 30 % of the rows.
         mixture: JSON summary written by `grasp mix` next to its --out.
+        monitor: output directory of a training with grasp.Monitor, whose tables the page shows.
         protocol: protocol to predict with. Default: the built-in one.
         explain: number of most helpful rows per target whose words are shaded, and half as many of the most harmful;
             requires the model.
@@ -79,28 +82,23 @@ def report(
     Raises:
         SettingsError: a file belongs to another artifact, or the output cannot be written.
         ProtocolError: the artifact does not fit the scoring rule, or has no such target.
-        RunsError: the runs do not belong to the artifact.
+        RunsError: the runs do not belong to the artifact, or the training has no table.
         SubsetError: unknown label, or a label with a single value.
     """
-    by = parse_names(by or (), artifact.manifest.details.get("labels", ()))
-    if repeated := sorted({label for label in by if by.count(label) > 1}):
-        raise SettingsError(f"by: got {', '.join(repeated)} more than once; name each once")
+    by = tuple(dict.fromkeys(parse_names(by or (), artifact.manifest.details.get("labels", ()))))
     targets = None if target is None else weighted_targets(target, artifact.targets)
     out = Path(out)
     bound_runs = None if runs is None else bind_runs(artifact, runs)
-    files = {"selection": selection, "mixture": mixture}
-    paths = {name: None if file is None else Path(file) for name, file in files.items()}
-    reads: dict[str, InputPaths] = {f"{name} reads": path for name, path in paths.items()}
-    reads |= {"holds the runs": None if bound_runs is None else bound_runs.path}
     protocol_path = Path(protocol) if isinstance(protocol, Path | str) else None
-    check_outputs({"out": out}, artifact.protected_paths | reads | {"protocol reads": protocol_path})
+    files = {"protocol": protocol_path, "selection": selection, "mixture": mixture, "monitor": monitor}
+    paths = {name: None if file is None else Path(file) for name, file in files.items()}
+    paths["runs"] = None if bound_runs is None else bound_runs.path
+    check_outputs({"out": out}, {**artifact.protected_paths, **{f"is read as {name}": paths[name] for name in paths}})
+    training = None if monitor is None else load(GROUP, "report.monitor").read(paths["monitor"])
     flags = {
         "--by": ",".join(by) or None,
         "--target": None if targets is None else format_targets(targets),
-        "--runs": None if bound_runs is None else bound_runs.path,
-        "--protocol": protocol_path,
-        "--selection": paths["selection"],
-        "--mixture": paths["mixture"],
+        **{f"--{name}": path for name, path in paths.items()},
         "--explain": None if explain == DEFAULT_EXPLAINED else explain,
     }
     options = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
@@ -112,12 +110,12 @@ def report(
         target=targets,
         by=by,
         runs=bound_runs,
-        **paths,
+        selection=paths["selection"],
+        mixture=paths["mixture"],
         protocol_path=protocol_path,
         explain=explain,
         command=command,
         progress=progress,
     )
-    page = render(findings)
-    write_atomically(out, page.encode())
+    write_atomically(out, render(findings, training=training).encode())
     return ReportFile(out)

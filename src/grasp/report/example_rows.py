@@ -123,16 +123,10 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> t
     effect_NQ = Predictor.from_artifact(artifact, predictor.protocol.additive, units=single).effect_NT
     questions = []
     for q, (unit, effect_L) in enumerate(zip(units, np.ascontiguousarray(effect_NQ[rows_L].T), strict=True)):
-        ends = _ends(effect_L, rows_L, QUESTION_TOP, QUESTION_BOTTOM)
-        rows = np.array(list(dict.fromkeys(ends.tolist())), dtype=np.int64)
+        ends = [ranked(effect_L, count=QUESTION_TOP), ranked(-effect_L, count=QUESTION_BOTTOM)[::-1]]
+        rows = np.array(list(dict.fromkeys(rows_L[np.concatenate(ends)].tolist())), dtype=np.int64)
         questions.append(Question(int(target_Q[q]), rows=rows, effects=effect_NQ[rows, q], **unit))
     return tuple(questions)
-
-
-def _ends(values_L: F32, rows_L: I64, top: int, bottom: int) -> I64:
-    """Return the rows with the highest values, in descending order, then those with the lowest, also descending."""
-    ends = [ranked(values_L, count=top), ranked(-values_L, count=bottom)[::-1]]
-    return np.asarray(rows_L[np.concatenate(ends)])
 
 
 def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: int) -> I64:

@@ -165,20 +165,14 @@ def collect_findings(
 ) -> Findings:
     """Collect the contents of a report.
 
-    Memory: as for `predict`; only a few numbers per row grow with the corpus.
+    Memory: as for `predict`; only a few numbers per row grow with the corpus. Further arguments are those of
+    `grasp.report.build_report.report`.
 
     Args:
-        artifact: artifact that the report describes.
         protocol: scoring rule of the predictions.
-        target: targets to show, with weights as those of `grasp select`. Default: all.
         by: labels to slice by. Default: all labels with a suitable number of values that are no paths or ids.
-        runs: retrained or imported runs of the artifact's corpus.
-        selection: JSON summary that `grasp select` writes. Default: select 30 % of the rows.
-        mixture: JSON summary that `grasp mix` writes.
         protocol_path: file of the scoring rule, shown in commands. None: the built-in rule.
-        explain: number of most helpful rows per target whose words are shaded.
         command: command line that reproduces the report.
-        progress: receives the rows that are explained.
     Raises:
         SettingsError, ProtocolError, RunsError, SubsetError: as `grasp.report.build_report.report`.
     """

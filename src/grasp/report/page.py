@@ -22,6 +22,7 @@ from grasp.report import views
 from grasp.report.findings import Findings
 from grasp.report.payload import payload
 from grasp.report.views import View
+from grasp.results import Result, cell_text
 from grasp.runs.calibration import COVERAGE
 from grasp.select.objective import format_targets
 from grasp.text import MAX_CELL_CHARS, ending, json_text, name, plain, printable, skipped_text, unique_names
@@ -36,17 +37,19 @@ SECTIONS = {
     "whatif": "What if?",
     "slices": "Slices",
     "rows": "Questions and rows",
+    "training": "Training",
     "trust": "Trust",
     "act": "Act",
 }
 
 
-def render(findings: Findings, live: str = "") -> str:
+def render(findings: Findings, live: str = "", training: Result | None = None) -> str:
     """Return the page as HTML text.
 
     Args:
         live: path of the server's API, e.g. /api, from which the page loads explanations. Empty: the page makes no
             requests.
+        training: tables of a training.
     """
     templates = files("grasp.report") / "templates"
     script = "\n".join(["'use strict';", *((templates / file).read_text(encoding="utf-8") for file in SCRIPTS)])
@@ -57,8 +60,7 @@ def render(findings: Findings, live: str = "") -> str:
     targets, artifact_name = unique_names(findings.targets, MAX_CELL_CHARS), Path(findings.artifact_path).resolve().name
     fidelity = views.fidelity(findings)
     # trusted questions that the corpus contains, and notes on the runs, each once
-    unfinished = "" if findings.runs is None else findings.runs.unfinished()
-    warnings: list[str] = [unfinished] if unfinished else []
+    warnings: list[str] = [] if findings.runs is None else [findings.runs.unfinished()]
     warnings += [note for fact, note in findings.facts if fact == "leaks"]
     if not isinstance(findings.outcomes, str):
         warnings += findings.outcomes.notes
@@ -67,6 +69,7 @@ def render(findings: Findings, live: str = "") -> str:
     absent = {
         "whatif": not findings.labels,
         "slices": not findings.labels,
+        "training": training is None,
         "trust": not fidelity,
     }
 
@@ -90,8 +93,9 @@ def render(findings: Findings, live: str = "") -> str:
         decision=views.decision(findings, targets),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),
-        warnings=[plain(note) for note in dict.fromkeys(warnings)],
+        warnings=[plain(note) for note in dict.fromkeys(warnings) if note],
         rows=_rows(findings, targets),
+        training=training,
         fidelity=fidelity,
         selection=views.optimized("The selection", findings.selection),
         mixture=None if findings.mixture is None else views.optimized("The mixture", findings.mixture),
@@ -132,6 +136,7 @@ def template() -> Any:
         return markupsafe.Markup(escaped.replace("_", "_<wbr>").replace("/", "/<wbr>"))
 
     jinja.filters |= {"plain": plain, "name": name, "ending": ending, "printable": printable, "breakable": breakable}
+    jinja.filters["cell"] = cell_text
     return jinja.get_template("page.html")
 
 
