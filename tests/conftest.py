@@ -81,6 +81,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-snapshots", action="store_true", help="rewrite recorded numbers and help")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_flush():
+    """Disable fsync, which only matters on power loss and takes longer than what is flushed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that installs a package of one module with entry points, in the layout of pip."""
