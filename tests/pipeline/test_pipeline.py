@@ -482,7 +482,7 @@ def test_a_finished_build_is_not_repeated_nor_replaced_by_another(root, built, t
     assert build_artifact(world(root), path) == path
     (path / RUN).unlink()
     (path / MARKER).unlink()
-    every = r"finished artifact.*features\.tau: .*\b0\.01\b.*\b0\.02\b.*shard_rows: .*\b24\b.*\b9\b"
+    every = r"finished artifact.*features\.tau: .*\b0\.01\b.*\b0\.02\b.*shard_rows: .*\b16\b.*\b9\b"
     for place in (built, path):
         with pytest.raises(ArtifactError, match=every):
             build_artifact(world(root, shard_rows=9, features={"tau": 0.02}), place)

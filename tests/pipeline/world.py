@@ -80,7 +80,7 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
         "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
         "features": features | changes.pop("features", {}),
         "train": "new",
-        "shard_rows": 24,
+        "shard_rows": 16,
         "array_dtype": "float32",
     }
     settings = build_settings(data | changes)
