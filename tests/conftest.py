@@ -1,7 +1,6 @@
 """What all tests share: the choice of slow ones, a small disk, and a small artifact."""
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,16 @@ os.environ.pop("COLUMNS", None)  # of workers of xdist: tables are those of a pi
 # One path each of a browser, of kills and of real tokenizers is for every day; these others are slow. Files that list
 # their own slow tests are not named here.
 SECOND_PATHS = (
-    "models/test_real_tokenizers.py::test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text[smollm2]",
-    "models/test_real_tokenizers.py::test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text[deepseek]",
+    "models/test_real_tokenizers.py::",
     "pipeline/test_add_replay.py::test_a_replay_killed_at_any_replace_resumes_to_the_same_bytes",
     "pipeline/test_warm_up.py::test_killed_at_any_moment_it_goes_on_to_the_same_bytes",
     "report/test_browser.py::",
+    "retraining/test_worker.py::test_killed_in_the_middle_another_worker_takes_over",
 )
 FIRST_PATHS = (
+    "models/test_real_tokenizers.py::test_the_loss_of_a_unit_is_that_of_its_tokens_in_the_whole_text[mistral]",
+    "models/test_real_tokenizers.py::test_rows_and_units_have_the_same_tokens_and_loss[mistral]",
+    "models/test_real_tokenizers.py::test_rows_and_units_have_the_same_tokens_and_loss[deepseek]",
     "report/test_browser.py::test_nothing_of_the_corpus_runs",
     "report/test_browser.py::test_sliders_moved_by_keyboard_and_mouse_say_what_predict_says",
 )
@@ -110,9 +112,3 @@ def art(root) -> Path:
 
     succeed("build", "--config", root / "settings.yaml", "--out", root / "art")
     return root / "art"
-
-
-@pytest.fixture
-def own_art(art, tmp_path) -> Path:
-    """Return a copy of the artifact that a test may damage."""
-    return Path(shutil.copytree(art, tmp_path / "art"))
