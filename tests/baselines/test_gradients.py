@@ -217,10 +217,6 @@ def test_norms_by_pairs_and_by_matrices_agree():
 # ------------------------------------------------------------------------------------------- layers
 
 
-def names(patterns, family="llama") -> list[str]:
-    return [block.name for block in choose_layers(reference(family), patterns).blocks]
-
-
 @pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])
 def test_keywords_select_parts_of_a_model(family_):
     model = reference(family_)
