@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # Laws, references and contracts of the core; optional packages, commands and whole builds have the other directories.
 CORE   := $(addprefix tests/,kernels golden store corpus targets models training predict artifact select runs)
 
-.PHONY: venv demo test test-core check docs coverage clean
+.PHONY: venv demo test test-core check types lint prose docs coverage clean
 
 venv: $(STAMP)
 
@@ -23,11 +23,19 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/grasp demo --out demo-out
 
-check: $(STAMP) docs
+# The checks run side by side; each prints its lines together.
+check: $(STAMP)
+	+$(MAKE) --no-print-directory --jobs=2 --output-sync types lint prose docs
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: $(STAMP)
 	$(BIN)/python tools/prose.py
 	$(BIN)/python tools/size.py --check
 
@@ -35,7 +43,8 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 # A file is one worker's: its fixtures are made once. Models are tiny, so that more threads than workers only wait.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+# Compiled tests are kept, also where the environment says otherwise: to rewrite their assertions takes six seconds.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
 
 test: check
 	$(PYTEST)

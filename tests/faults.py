@@ -1,12 +1,22 @@
 """Injected faults: a kill or a full disk at the nth use of a system call."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Killed(BaseException):
     """A substitute for SIGKILL, which nothing in the package may catch."""
+
+
+def kill_at(step: int) -> Callable[[int], None]:
+    """Return progress that is killed when this number of steps is done."""
+
+    def progress(done: int) -> None:
+        if done == step:
+            raise Killed
+
+    return progress
 
 
 @contextmanager

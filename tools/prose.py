@@ -145,13 +145,12 @@ def text_statistics(page: str, *, generated: bool = False, module: bool = False)
 
 def printed_text(module: str) -> str:
     """Return the strings of a module except docstrings, one per paragraph, with `x` for values in f-strings."""
-    tree = ast.parse(module)
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)} - {
-        id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
-    }
+    nodes = list(ast.walk(ast.parse(module)))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in formatted for part in ast.walk(node)} - {id(node) for node in formatted}
     texts = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | parts):

@@ -5,7 +5,7 @@ import torch
 
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Example
-from tests.conftest import VOCAB, make_model
+from tests.models.families import VOCAB, make_model
 
 
 class NoTokenizer:

@@ -15,7 +15,7 @@ from grasp.errors import ModelError, SettingsError
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import Block, Example, GradientFactors, PerExample
 from tests.baselines.gradient_world import NoTokenizer, autograd, flat, objective, reference, rows, units
-from tests.conftest import VOCAB
+from tests.models.families import EVERY_FAMILY, VOCAB
 from tests.rounding import rounding
 
 # RMSNorm of transformers goes through float32 whatever the model's type is, so a row alone and in a batch differ.
@@ -42,6 +42,7 @@ def covered(engine: PerExample, gradients: dict[str, torch.Tensor]) -> torch.Ten
     return torch.cat([as_matrix(block, gradients).flatten() for block in engine.layers.blocks])
 
 
+@EVERY_FAMILY
 @pytest.mark.parametrize("output", ["loss", "margin"])
 def test_every_parameter_has_the_gradient_of_autograd_for_a_single_row(family, output):
     engine, examples = engine_of(family), rows()
@@ -64,6 +65,7 @@ def test_outcome_is_the_mean_loss_and_the_mean_of_one_minus_p():
         assert float(outcome.miss_probability_B[i]) == pytest.approx(float(1 - p.mean()))
 
 
+@EVERY_FAMILY
 @pytest.mark.parametrize("whole", [True, False])
 def test_inner_products_and_norms_without_projection_are_exact(family, whole):
     engine = engine_of(family)
@@ -213,10 +215,6 @@ def test_norms_by_pairs_and_by_matrices_agree():
 
 
 # ------------------------------------------------------------------------------------------- layers
-
-
-def names(patterns, family="llama") -> list[str]:
-    return [block.name for block in choose_layers(reference(family), patterns).blocks]
 
 
 @pytest.mark.parametrize("family_", ["llama", "gpt2-tied", "gpt-neox", "phi-head-bias", "qwen3"])

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from experiments.one_step.shapley import exact_shapley
 from grasp.baselines.replay import Replay
 from tests.baselines.gradient_world import autograd, objective, reference, rows, units
+from tests.models.families import EVERY_FAMILY
 from tests.rounding import rounding
 
 RATE = 0.02
@@ -84,6 +85,7 @@ class Slow:
         return loss
 
 
+@EVERY_FAMILY
 def test_first_order_equals_the_explicit_inner_product(family):
     slow = Slow(family)
     gradient = slow.row_gradients()

@@ -7,7 +7,6 @@ from grasp.baselines.classifier import TextOdds
 
 GAMES = ["the goalkeeper saved the ball", "a striker kicked the ball far", "the team won by two goals"]
 STARS = ["the telescope saw a distant star", "a planet circles the bright star", "light from the galaxy"]
-BUCKETS = 50
 
 
 @pytest.mark.parametrize("strength", [0.1, 10.0])

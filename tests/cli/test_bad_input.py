@@ -155,7 +155,8 @@ def test_a_second_build_on_a_locked_artifact(root, tmp_path):
 
 def test_a_disk_that_is_full(root, tmp_path, small_disk):
     """Fill the disk in the middle of a shard; tests/store has the laws of every kind of store."""
-    arguments = ["build", "--config", root / "settings.yaml", "--set", "features.residual_width=1024", "--out"]
+    changes = ["--set", "features.residual_width=1024", "--set", "shard_rows=8"]
+    arguments = ["build", "--config", root / "settings.yaml", *changes, "--out"]
     out = small_disk(500) / "art"
     message = refused(*arguments, out)
     match = re.match(rf"{out}: shards/0000([1-9]) .*; \1 of 9 shards are finished", message)

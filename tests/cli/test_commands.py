@@ -146,8 +146,8 @@ def test_resume_reads_run_yaml_and_finishes_with_equal_arrays(root, art, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(ArtifactWriter, "write_shard", interrupted)
         assert run("build", "--config", root / "settings.yaml", "--out", out).code == 130
-    assert_mentions(refused("info", out), f"{out}: not finished: 2 of 9 shards", "--resume")
-    assert_mentions(refused("score", out, "--target", "facts"), f"{out}: not finished: 2 of 9 shards", "--resume")
+    assert_mentions(refused("info", out), f"{out}: not finished: 2 of 5 shards", "--resume")
+    assert_mentions(refused("score", out, "--target", "facts"), f"{out}: not finished: 2 of 5 shards", "--resume")
     assert ": resuming" in succeed("build", "--resume", "--out", out).err
     assert_same_arrays(out, art)
     for flags in (["--resume"], ["--config", root / "settings.yaml"]):

@@ -131,9 +131,10 @@ def test_import_and_help_load_no_large_package(program):
     assert set(loaded_after(program)) <= ({"pydantic"} if "cli" in program else set())
 
 
-def test_reading_an_artifact_loads_no_torch(art):
+def test_the_core_and_reading_an_artifact_load_no_torch(art):
+    core = ("predict.predictor", "predict.weights", "paper.standardize", "paper.subset_sums")
     command_lines = ["info", str(art)], ["score", str(art), "--target", "facts"], ["predict", str(art), "--by", "topic"]
-    program = "from grasp.cli import app\n" + "\n".join(
+    program = f"import {', '.join(f'grasp.{module}' for module in core)}\nfrom grasp.cli import app\n" + "\n".join(
         f"sys.argv = {['grasp', *line]}\ntry: app()\nexcept SystemExit as stop: assert not stop.code"
         for line in command_lines
     )

@@ -15,15 +15,10 @@ from experiments.worlds.training import (
     packed,
     padded,
 )
-from grasp.artifact.label_table import LabelColumn
 from grasp.runs.retrained import RetrainedRuns
 from grasp.runs.subset_features import SubsetFeatures
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "worlds"
-
-
-def label(n_sources: int = 16, rows: int = 24) -> LabelColumn:
-    return LabelColumn.from_values([f"source {k}" for k in range(n_sources) for _ in range(rows)], "source")
 
 
 def tiny_llama(layers: int = 1) -> LlamaConfig:

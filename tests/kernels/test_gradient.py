@@ -22,6 +22,7 @@ from grasp.progress import ignore
 from grasp.seeds import stream
 from grasp.settings import FeatureSettings
 from tests.baselines.gradient_world import autograd, reference, rows, units
+from tests.models.families import EVERY_FAMILY
 from tests.rounding import rounding
 
 CLOSE = rounding(5 * 32)  # of float32 norms, as in the tests of the engine
@@ -297,6 +298,7 @@ def batch_of(gradients: SampledGradients, examples) -> Batch:
     return Batch(*of_positions, loss_B, model.head, model.vocab_size, sampled_BK, gradients)
 
 
+@EVERY_FAMILY
 def test_with_all_coordinates_it_equals_dense_curvature_of_autograd_gradients(family, monkeypatch):
     monkeypatch.setattr(gradient_module, "NEGLIGIBLE", 0.0)
     gradients, examples, unit_examples = opened(family), rows(8), units()
@@ -325,6 +327,7 @@ def test_stored_curvature_is_the_same():
     assert torch.equal(first, second)
 
 
+@EVERY_FAMILY
 def test_the_sample_has_the_coordinates_of_autograd_gradients(family):
     gradients, examples = opened(family, count=4_000), rows()
     assert gradients.sample.size < 2 * 4_000 < gradients.engine.layers.size
@@ -407,6 +410,7 @@ def test_a_row_with_a_gradient_that_is_not_finite_has_relevance_zero():
     assert result[1].tolist() == [0.0, 0.0]
 
 
+@EVERY_FAMILY
 def test_contributions_of_positions_sum_to_the_relevance(family):
     """Include positions without loss."""
     gradients, unit_examples = opened(family, count=4_000), units()

@@ -8,7 +8,7 @@ from transformers import BertGenerationConfig, BertGenerationDecoder
 from grasp.errors import ModelError
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
 from grasp.models.forward_pass import extract
-from tests.conftest import VOCAB, make_model
+from tests.models.families import EVERY_FAMILY, VOCAB, make_model
 from tests.rounding import rounding
 
 # Float32 sums in another order: two layers with four maps of 32 and one of 48, attention over 40 tokens, the head.
@@ -24,6 +24,7 @@ def rows(*lengths: int) -> list[np.ndarray]:
     return [generator.integers(0, VOCAB, size=length).astype(np.int32) for length in lengths]
 
 
+@EVERY_FAMILY
 def test_head_of_hidden_is_the_models_logits(family):
     model = reference(family)
     model.check()
@@ -33,6 +34,7 @@ def test_head_of_hidden_is_the_models_logits(family):
     torch.testing.assert_close(actual, expected, rtol=0, atol=rounding(TERMS, expected))
 
 
+@EVERY_FAMILY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_holds_in_half_precision(family, dtype):
     ReferenceModel(make_model(family).to(dtype), tokenizer=None).check()
@@ -91,6 +93,7 @@ def dense(features, row: int) -> tuple[np.ndarray, np.ndarray]:
     return hidden[chosen].numpy(), out
 
 
+@EVERY_FAMILY
 def test_features_of_a_row_do_not_depend_on_its_batch(family):
     model = reference(family)
     short, long, other = rows(9, 40, 9)
@@ -103,6 +106,7 @@ def test_features_of_a_row_do_not_depend_on_its_batch(family):
         np.testing.assert_allclose(residual, results[0][1], rtol=0, atol=rounding(TERMS + VOCAB))
 
 
+@EVERY_FAMILY
 def test_residual_times_hidden_is_the_gradient_of_the_output_layer(family):
     """Check the basic identity d loss / d W = sum_t xi_t (x) h_t, with every coordinate stored."""
     model = reference(family)

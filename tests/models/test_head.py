@@ -15,7 +15,7 @@ from grasp.models.causal_lm import ReferenceModel
 from grasp.models.gradients import UnsupportedLayerError, layers_of
 from grasp.models.head import OutputHead, output_head
 from grasp.models.residuals import sparse_residual
-from tests.conftest import make_model
+from tests.models.families import make_model
 from tests.models.test_zoo import compare
 from tests.models.zoo import VOCAB, WIDTH, tiny_model
 from tests.rounding import rounding

@@ -41,7 +41,7 @@ HOW = {"replay": {"orders": 2, "probes": 1}}
 
 @pytest.fixture(scope="module")
 def settings(root):
-    chosen = world(root, n_rows=6, train="further", features={"sample_positions": 10**6})
+    chosen = world(root, n_rows=6, train="further", shard_rows=8, features={"sample_positions": 10**6})
     more = write_targets(root / "more.jsonl", task="more", n_units=2, seed=5)
     names = (*chosen.targets.names, str(more))
     return changed(chosen, targets={"names": names}).model_dump(mode="json")

@@ -30,11 +30,9 @@ UNTRAINED = {"untrained": True}  # the models here are random
 def settings(root):
     plain = world(root).model_dump(mode="json")
     return {
-        "features": plain["features"],
-        "shard_rows": 8,
-        "array_dtype": "float32",
+        **{name: plain[name] for name in ("features", "shard_rows", "array_dtype")},
+        "model": {name: plain["model"][name] for name in ("batch_tokens", "threads")},
         "targets": {"max_length": 64},
-        "model": {"batch_tokens": 256, "threads": 1},
     }
 
 

@@ -105,6 +105,7 @@ def test_models_without_the_gradients_that_are_asked_for_are_refused():
 
 def test_units_that_do_not_fit_in_memory_are_kept_in_a_file_with_the_same_results(root, built, tmp_path, monkeypatch):
     settings = world(root, train="further", features={"gradient_coordinates": 3_000})
+    settings = changed(settings, corpus={"limit": 8})
     inside = relevance(build_artifact(settings, tmp_path / "inside"))
     monkeypatch.setattr(coordinates_module, "MAX_MEMORY_BYTES", 4_096)
     assert np.array_equal(relevance(build_artifact(settings, tmp_path / "outside")), inside)

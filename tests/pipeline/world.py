@@ -75,12 +75,12 @@ def world(root: Path, n_rows: int = 40, **changes: Any) -> BuildSettings:
     widths = {"hidden_width": 8, "residual_width": 8}
     features = {"top_k": 12, **widths, "sample_positions": 200, "sample_rows": 2}
     data: dict[str, Any] = {
-        "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 256},
+        "model": {"path": str(root / "model"), "threads": 1, "batch_tokens": 1024},
         "corpus": {"path": str(root / "corpus.jsonl"), "max_length": 48, "shortest_end": 1},
         "targets": {"names": [str(root / "facts.jsonl")], "max_length": 64},
         "features": features | changes.pop("features", {}),
         "train": "new",
-        "shard_rows": 8,
+        "shard_rows": 16,
         "array_dtype": "float32",
     }
     settings = build_settings(data | changes)

@@ -201,12 +201,6 @@ def contents(path: Path) -> dict[str, bytes]:
     return opened
 
 
-@pytest.fixture(autouse=True)
-def no_flush(monkeypatch):
-    """Flushing shows only when the power fails, which no test can do."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_write_killed_at_any_replace_resumes_to_the_same_bytes(name, monkeypatch, tmp_path):
     case = CASES[name]

@@ -21,7 +21,7 @@ from grasp.training.row_derivatives import cheaper_method, row_derivatives
 from grasp.training.row_order import batch_order
 from grasp.training.train import start_training, train
 from grasp.training.trajectory import Trajectory
-from tests.faults import Killed
+from tests.faults import Killed, kill_at
 from tests.mentions import assert_mentions
 from tests.models.toy import RECIPE as SCRATCH
 from tests.models.toy import InMemoryRows, corpus, units
@@ -322,14 +322,6 @@ def test_probes_have_equal_weight_independently_of_their_scale():
 
 
 # ---------------------------------------------------------------------------------------------------- kept and resumed
-
-
-def kill_at(step):
-    def progress(done):
-        if done == step:
-            raise Killed
-
-    return progress
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 30], ids=["disk", "memory"])

@@ -16,7 +16,7 @@ from grasp.models.unit_loss import evaluate_units
 from grasp.settings import CorpusSettings
 from grasp.training.recipe import RECIPES, TrainingRecipe, named_recipe
 from grasp.training.train import train
-from tests.faults import Killed
+from tests.faults import Killed, kill_at
 from tests.models.toy import RECIPE, corpus, units
 from tests.rounding import rounding
 
@@ -31,14 +31,6 @@ def assert_same(left, right):
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
-
-
-def kill_at(step):
-    def progress(done):
-        if done == step:
-            raise Killed
-
-    return progress
 
 
 def test_a_run_is_reproducible_bit_for_bit_and_lowers_the_loss():

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from grasp.errors import SettingsError
 from grasp.vision import neighbours
@@ -13,8 +12,6 @@ from grasp.vision.detection import (
     mean_ranks,
 )
 from grasp.vision.neighbours import disagreement
-
-SEEDS = st.integers(0, 2**32 - 1)
 
 
 def test_the_threshold_flags_its_rate_of_clean_rows_and_finds_planted_rows():
