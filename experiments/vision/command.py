@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from experiments.vision.fit_head import fit_head
 from grasp.arrays import F64
 from grasp.artifact.reader import ArtifactReader
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import build_settings
 from grasp.vision.detect import detect
-from grasp.vision.fit_head import fit_head
 from grasp.vision.images import decode_image
 
 SIDE = 32
@@ -77,7 +77,7 @@ def values(
 
     Args:
         label_N: classes of the corpus as given.
-        head: weights (V, H) and bias (V,); none: as `grasp fit-head` fits it to the labels.
+        head: weights (V, H) and bias (V,); none: as `fit_head` fits it to the labels.
         features: settings of the build; none: its defaults.
     """
     with TemporaryDirectory() as place:

@@ -21,11 +21,11 @@ from experiments.detection import auroc
 from experiments.vision import command, methods
 from experiments.vision.command import Pictures
 from experiments.vision.features import SPLITS, chosen, splits
+from experiments.vision.fit_head import fit_linear
 from experiments.vision.methods import Head
 from grasp.arrays import F64
 from grasp.runs.metrics import spearman
 from grasp.seeds import stream
-from grasp.vision.fitted_head import fit_linear
 
 NOISE, COMPONENTS, DECAY, CLASSES = 0.1, 128, 0.05, 10
 SHARES = (0.2, 0.4, 0.6, 0.8)

@@ -2,8 +2,8 @@
 
     python -m experiments.vision.tau --images cifar10_subset.parquet
 
-The rule: of the taus whose AUROC of the token relevance (mean over the seeds and over two heads, that of `grasp
-fit-head` on all 1,280 features and that of run.py on 128 principal components) is within 0.002 of the highest, the
+The rule: of the taus whose AUROC of the token relevance (mean over the seeds and over two heads, that of
+fit_head.py on all 1,280 features and that of run.py on 128 principal components) is within 0.002 of the highest, the
 smallest, which keeps most of the whitening. Neither sees the seeds 0 to 4 that README.md reports; the pictures are the
 same. Beside it, at that tau and under the first head, what the width of the hidden sketch does to the fused score.
 
@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.detection import auroc
+from experiments.vision.fit_head import fit_linear
 from experiments.vision.run import CLASSES, World
 from grasp.arrays import F64
 from grasp.kernels.sketch import gaussian_projection
 from grasp.kernels.whitening import preconditioner, whitening_map
 from grasp.vision.detection import mean_ranks
-from grasp.vision.fitted_head import fit_linear
 from grasp.vision.neighbours import disagreement
 
 SEEDS = tuple(range(100, 105))
 TAUS = (0.01, 0.1, 1.0, 10.0, 100.0, 1_000.0, 10_000.0)
 WIDTHS = (64, 256, 2048)
-HEADS = ("fit-head, 1280", "run.py, 128")
+HEADS = ("fit-head, 1280", "run.py, 128")  # names in stored results
 FIT_HEAD_DECAY, ALPHA, EPSILON, NEIGHBOURS = 0.1, 1.0, 0.3, 10  # defaults of the commands
 NEAR = 0.002
 

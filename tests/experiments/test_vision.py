@@ -6,8 +6,8 @@ from PIL import Image
 
 from experiments.detection import auroc
 from experiments.vision import command, false_positives, methods, run
+from experiments.vision.fit_head import fit_linear
 from experiments.vision.methods import Head
-from grasp.vision.fitted_head import fit_linear
 from grasp.vision.settings import ClassifierSettings
 from tests.vision.images_world import encoded as png
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoImageProcessor,
@@ -22,11 +23,11 @@ from transformers import (
     ViTImageProcessor,
 )
 
+from experiments.vision.fit_head import fit_linear
 from grasp.errors import ModelError
 from grasp.settings import ModelSettings, build_settings
 from grasp.vision.classifier import ImageClassifier
 from grasp.vision.factory import make_module, user_code
-from grasp.vision.fitted_head import FittedHead, fit_linear
 from grasp.vision.images import decode_image
 from grasp.vision.preprocessing import HuggingFaceProcessor, ResizeAndCrop, default_preprocessing
 from grasp.vision.settings import ClassifierSettings, ImageSettings
@@ -287,7 +288,8 @@ def test_a_fitted_head_equals_logistic_regression_and_replaces_that_of_the_model
     np.testing.assert_allclose(bias - bias.mean(), theirs.intercept_ - theirs.intercept_.mean(), atol=1e-4)
 
     path = tmp_path / "head.safetensors"
-    FittedHead(torch.from_numpy(weight), torch.from_numpy(bias), ("a", "b", "c", "d")).write(path)
+    tensors = {"weight": torch.from_numpy(weight).float(), "bias": torch.from_numpy(bias).float()}
+    save_file(tensors, path, metadata={"classes": '["a", "b", "c", "d"]'})
     model = load(tmp_path, model__classifier__fitted_head=str(path), model__classifier__classes=[])
     assert model.classes == ("a", "b", "c", "d")
     hidden_PH = torch.randn(3, 10)
@@ -297,3 +299,8 @@ def test_a_fitted_head_equals_logistic_regression_and_replaces_that_of_the_model
     wide = {"model__path": str(tmp_path / "wide.safetensors"), "model__classifier__arguments": {"width": 12}}
     with pytest.raises(ModelError, match=r"\b10 inputs.*`head`.*\b12\b"):
         load(tmp_path, **wide, model__classifier__fitted_head=str(path))
+    for changes in ({"bias": torch.zeros(3)}, {"weight": torch.zeros(4)}, {"classes": "3"}, {"classes": '["a"]'}):
+        metadata = {"classes": changes.pop("classes", '["a", "b", "c", "d"]')}
+        save_file(tensors | changes, path, metadata=metadata)
+        with pytest.raises(ModelError, match=r"head\.safetensors: not a fitted head: .*classes x inputs"):
+            load(tmp_path, model__classifier__fitted_head=str(path))

@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.detection import evaluate_scores
+from experiments.vision.fit_head import fit_head
 from grasp.artifact.reader import ArtifactReader
 from grasp.errors import GraspError
 from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Progress
 from grasp.settings import build_settings
 from grasp.vision.detect import detect, standardised_blocks
-from grasp.vision.fit_head import fit_head
 from grasp.vision.images import ImageStore, decode_image
 from tests.cli.grasp_command import succeed
 from tests.mentions import assert_mentions

@@ -26,7 +26,7 @@ def run_commands(text):
 
 
 def test_the_page_runs_as_written(tmp_path, monkeypatch):
-    for package in ("datasets", "jinja2"):
+    for package in ("datasets", "jinja2", "sklearn"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     monkeypatch.chdir(tmp_path)

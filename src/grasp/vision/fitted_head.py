@@ -1,25 +1,18 @@
-"""The linear output layer (head) of a classifier: look-up by name, fit to features, file format, installation.
+"""The linear output layer (head) of a classifier: look-up by name, and replacement by one from a file.
 
-`fit_linear` fits weights and bias to the inputs of the layer; a `FittedHead` writes them to a file, reads it, and
-replaces the layer of a model. Start with `FittedHead`.
-
-Shape letters: N images, H hidden width, V classes.
+Start with `FittedHead`. Shape letters: H hidden width, V classes.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from grasp.errors import ModelError
-from grasp.files import atomic_path
 
 
 def linear_head(model: nn.Module, name: str) -> nn.Linear:
@@ -50,26 +43,24 @@ class FittedHead:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file that `write` created.
+        """Read a safetensors file with tensors `weight`, (V, H), and `bias`, (V,), and metadata `classes`, a JSON list.
 
         Raises:
-            ModelError: no such file, or not a fitted head.
+            ModelError: no such file, or other content.
         """
         try:
             with safe_open(path, framework="pt") as file:
-                classes = tuple(json.loads((file.metadata() or {})["classes"]))
-                return cls(file.get_tensor("weight"), file.get_tensor("bias"), classes)
-        except (OSError, SafetensorError, KeyError, ValueError) as err:
+                classes = tuple(map(str, json.loads((file.metadata() or {})["classes"])))
+                weight_VH, bias_V = file.get_tensor("weight"), file.get_tensor("bias")
+                if weight_VH.ndim != 2 or not weight_VH.shape[:1] == bias_V.shape == (len(classes),):
+                    shapes = f"`weight` {tuple(weight_VH.shape)}, `bias` {tuple(bias_V.shape)}"
+                    raise ValueError(f"got {shapes} and {len(classes)} classes")
+                return cls(weight_VH, bias_V, classes)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as err:
             raise ModelError(
-                f"model.classifier.fitted_head: {path}: not a fitted head: {' '.join(str(err).split())}; create one "
-                "with `grasp fit-head`"
+                f"model.classifier.fitted_head: {path}: not a fitted head: {' '.join(str(err).split())}; expected a "
+                "safetensors file with `weight` (classes x inputs), `bias`, and the JSON list `classes` in its metadata"
             ) from err
-
-    def write(self, path: Path) -> None:
-        """Write the file atomically."""
-        tensors = {"weight": self.weight_VH.float().contiguous(), "bias": self.bias_V.float().contiguous()}
-        with atomic_path(path) as part:
-            save_file(tensors, part, metadata={"classes": json.dumps(self.classes)})
 
     def install(self, model: nn.Module, name: str) -> None:
         """Replace the output layer of `model`.
@@ -81,7 +72,7 @@ class FittedHead:
         if self.weight_VH.shape[1] != old.in_features:
             raise ModelError(
                 f"model.classifier.fitted_head: it has {self.weight_VH.shape[1]} inputs, but `{name}` of the model has "
-                f"{old.in_features}; fit a head for this model with `grasp fit-head`"
+                f"{old.in_features}; fit a head to the inputs of this layer"
             )
         new = nn.Linear(old.in_features, len(self.weight_VH))
         with torch.no_grad():
@@ -89,46 +80,3 @@ class FittedHead:
             new.bias.copy_(self.bias_V)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, new)
-
-
-def fit_linear(
-    hidden_NH: NDArray[np.floating[Any]],
-    class_N: NDArray[np.integer[Any]],
-    n_classes: int,
-    *,
-    decay: float,
-    weight_N: NDArray[np.floating[Any]] | None = None,
-    steps: int = 200,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Fit multinomial logistic regression; return weights (V, H) and bias (V,), float64.
-
-    Minimises the weighted mean loss plus decay / 2 times the squared weights (not the bias) with L-BFGS from zero. The
-    objective is convex, so the result depends only on the data.
-
-    Args:
-        hidden_NH: features of the examples.
-        class_N: class of each example, 0 to n_classes - 1.
-        n_classes: number of classes.
-        decay: strength of the penalty.
-        weight_N: weights of the examples. Default: equal weights.
-        steps: maximum number of iterations.
-    """
-    hidden = torch.from_numpy(np.asarray(hidden_NH, dtype=np.float64))
-    label = torch.from_numpy(np.asarray(class_N, dtype=np.int64))
-    share = np.ones(len(hidden)) if weight_N is None else np.asarray(weight_N, dtype=np.float64)
-    share_N = torch.from_numpy(share / share.sum())
-    weight = torch.zeros(n_classes, hidden.shape[1], dtype=torch.float64, requires_grad=True)
-    bias = torch.zeros(n_classes, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weight, bias], max_iter=steps, tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe"
-    )
-
-    def objective() -> Tensor:
-        optimizer.zero_grad()
-        losses = nn.functional.cross_entropy(hidden @ weight.T + bias, label, reduction="none")
-        loss = (share_N * losses).sum() + 0.5 * decay * weight.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(objective)  # type: ignore[no-untyped-call]
-    return weight.detach().numpy(), bias.detach().numpy()

@@ -1,11 +1,11 @@
-"""Settings of an image classifier, `model.classifier`, and of a fit of its output layer."""
+"""Settings of an image classifier, `model.classifier`."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from grasp.settings import CorpusSettings, ModelSettings, ReaderSettings, Settings
+from grasp.settings import ModelSettings, ReaderSettings, Settings
 
 
 class ImageSettings(Settings):
@@ -51,7 +51,9 @@ class ClassifierSettings(ReaderSettings):
     )
     arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
     fitted_head: str | None = Field(
-        None, description="File of an output layer that replaces the model's, written by grasp fit-head."
+        None,
+        description="Safetensors file of an output layer that replaces the model's: `weight` (classes x inputs), "
+        "`bias`, and the JSON list `classes` in its metadata.",
     )
     classes: tuple[str, ...] = Field(
         (),
@@ -66,15 +68,6 @@ class ClassifierSettings(ReaderSettings):
     batch_images: int = Field(32, ge=1, description="Images in one forward pass.")
     image_column: str = Field("image", description="Column of encoded images, in the corpus and in targets.")
     class_column: str = Field("label", description="Column of the classes of images, as numbers from 0 or names.")
-
-
-class FitSettings(Settings):
-    """Settings of `grasp fit-head`: a classifier and a corpus. Other settings of a build are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    model: ModelSettings
-    corpus: CorpusSettings
 
 
 def classifier_of(model: ModelSettings) -> ClassifierSettings:
