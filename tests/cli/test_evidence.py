@@ -217,15 +217,18 @@ def test_retrain_refuses_before_anything_is_trained(settings, env, tmp_path, arg
     ("arguments", "pattern"),
     [
         (["--target", "facts,sums"], r"target: .*\['facts', 'sums'\]"),
-        (["--oracle", "forest"], "oracle: .*'forest'.*ridge or lasso"),
-        (["--oracle", "ridge:colour"], "colour"),
+        (["--method-settings", "forest.yaml"], "forest: penalty: .*'lasso' or 'ridge', got 'forest'"),
+        (["--method-settings", "colour.yaml"], "colour"),
         (["--protocol", "nowhere.yaml"], "nowhere.yaml: no such settings file"),
         (["--json", "nowhere/r.json"], "directory nowhere"),
         (["--runs", "nowhere"], "nowhere: no such file or directory"),
         (["--runs", __file__], "is not an environment"),
     ],
 )
-def test_evaluate_refuses_in_one_line(art, env, arguments, pattern):
+def test_evaluate_refuses_in_one_line(art, env, tmp_path, monkeypatch, arguments, pattern):
+    monkeypatch.chdir(tmp_path)
+    write_yaml({"forest": {"method": "datamodels", "penalty": "forest"}}, tmp_path / "forest.yaml")
+    write_yaml({"oracle": {"method": "datamodels", "penalty": "ridge", "sees": "colour"}}, tmp_path / "colour.yaml")
     assert re.search(pattern, refused("evaluate", art, "--runs", env, *arguments))
 
 
@@ -262,15 +265,17 @@ def test_evaluate_prints_the_results_of_the_library_and_scipy(art, env):
 
 def test_a_planted_protocol_reaches_the_ceiling_and_the_file_agrees(art, own_env, tmp_path):
     plant_protocol(own_env, art)
+    oracles = {f"by {sees}": {"method": "datamodels", "penalty": "ridge", "sees": sees} for sees in ("topic", "masks")}
+    write_yaml(oracles, tmp_path / "oracles.yaml")
     outcome = succeed(
         *("evaluate", art, "--runs", own_env, "--protocol", tmp_path / "planted.yaml", "--target", "facts"),
-        *("--json", tmp_path / "r.json", "--oracle", "ridge", "--oracle", "ridge:masks"),
+        *("--json", tmp_path / "r.json", "--method-settings", tmp_path / "oracles.yaml"),
     )
     printed = lines_of(outcome.out)
     assert float(printed["planted"][3].split()[0]) > 0.95
     assert float(printed["planted"][4]) > 0.95
     assert float(printed["output_layer additive"][3].split()[0]) < float(printed["planted"][3].split()[0])
-    assert {"oracle-ridge-topic-share-of-subset", "oracle-ridge-masks"} <= set(printed)
+    assert set(oracles) <= set(printed)
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["notes"][0] == f"protocol default: {DEFAULT_PROTOCOL.selection_summary}"
     assert report["notes"][1].startswith("protocol planted: ")
