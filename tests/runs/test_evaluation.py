@@ -112,7 +112,7 @@ def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_p
     flat = Predictions("flat", env.subset_ids, UNITS, np.ones((10, 5)))
     report = evaluate_predictions(env, [flat], resamples=9)
     table = repr(report)
-    assert "undefined: task_rho of flat on sciq: predictions are constant" in table
+    assert "undefined: task_rho of flat on sciq, sciq@all: predictions are constant" in table
     assert "excluded: 3 of 3 units of sciq for flat: predictions are constant" in table
     assert "nan" not in table
     record = json.loads(report.to_json())["results"][0]
@@ -143,7 +143,7 @@ def test_one_seed_and_held_out_targets_are_marked(tmp_path):
     env = filled(tmp_path, seeds=(0,), held_out_targets=("sciq@all",))
     report = evaluate_predictions(env, [truth(env)], resamples=9)
     assert "sciq@all (held-out)" in repr(report)
-    assert "undefined: task_ceiling on sciq: one seed" in repr(report)
+    assert "undefined: task_ceiling on sciq, sciq@all: one seed" in repr(report)
     assert report.records()[0]["task_ceiling"] is None
 
 

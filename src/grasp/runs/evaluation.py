@@ -151,16 +151,17 @@ class Evaluation(Result):
         title = "ceiling: noise ceiling, estimated from the agreement of seeds; for task rho, 95 % intervals: "
         ceiling_line = [title + ", ".join(intervals)] if intervals else []
         lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
+        undefined: dict[tuple[str, str], dict[str, None]] = {}  # targets by metric and reason, each once
         for result in self.methods:
             for metrics in result.targets:
                 for metric in HEADINGS:
                     method = "" if metric in CEILINGS else f" of {result.method}"
                     if reason := metrics[metric].reason:
-                        lines[f"undefined: {metric}{method} on {metrics.target}: {reason}"] = None
+                        undefined.setdefault((f"{metric}{method}", reason), {})[metrics.target] = None
                 for reason, n in metrics.undefined_units.items():
                     excluded = f"{n} of {metrics.n_units} units of {metrics.target} for {result.method}"
                     lines[f"excluded: {excluded}: {reason}"] = None
-        return list(lines)
+        return [*lines, *(f"undefined: {name} on {', '.join(on)}: {why}" for (name, why), on in undefined.items())]
 
 
 def evaluate_predictions(
