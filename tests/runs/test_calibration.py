@@ -178,7 +178,9 @@ def test_imported_runs_are_evaluated_calibrated_on_and_reported(artifact, enviro
         assert (result["method"], result["target"]) == (other["method"], other["target"])
         for metric in ("task_rho", "task_ceiling", "pairwise"):
             assert other[metric] == pytest.approx(result[metric], abs=1e-6)
-    assert "undefined: mean_lds of output_layer additive on sciq, boolq: no predictions for units" in repr(imported_ones)
+    assert "undefined: mean_lds of output_layer additive on sciq, boolq: no predictions for units" in repr(
+        imported_ones
+    )
     assert "single units are undefined" in repr(imported_ones)
     assert calibrate(art, runs).protocol.match == calibrate(art, environment).protocol.match
     page = art.report(tmp_path / "page.html", runs=tmp_path / "runs").read_text()

@@ -122,7 +122,8 @@ def test_constant_predictions_and_utilities_are_reported_as_undefined(env, tmp_p
     for run in same.pending():
         same.write_run(run, np.full(5, -1.0))
     ordered = Predictions("m", same.subset_ids, UNITS, np.arange(20.0).reshape(4, 5))
-    assert "task_rho of m on sciq: utilities are constant" in repr(evaluate_predictions(same, [ordered], resamples=9))
+    table = repr(evaluate_predictions(same, [ordered], resamples=9))
+    assert "task_rho of m on sciq, sciq@all: utilities are constant" in table
 
 
 def test_the_report_is_the_same_as_text_and_json(env):

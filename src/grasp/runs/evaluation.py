@@ -149,18 +149,17 @@ class Evaluation(Result):
             if ceiling.low is not None
         ]
         title = "ceiling: noise ceiling, estimated from the agreement of seeds; for task rho, 95 % intervals: "
-        ceiling_line = [title + ", ".join(intervals)] if intervals else []
-        lines = dict.fromkeys([*ceiling_line, *self.marks(), *self.notes])  # without duplicates, in order
+        lines = dict.fromkeys([*[title + ", ".join(intervals)] * bool(intervals), *self.marks(), *self.notes])
         undefined: dict[tuple[str, str], dict[str, None]] = {}  # targets by metric and reason, each once
         for result in self.methods:
             for metrics in result.targets:
                 for metric in HEADINGS:
-                    method = "" if metric in CEILINGS else f" of {result.method}"
                     if reason := metrics[metric].reason:
-                        undefined.setdefault((f"{metric}{method}", reason), {})[metrics.target] = None
+                        name = metric if metric in CEILINGS else f"{metric} of {result.method}"
+                        undefined.setdefault((name, reason), {})[metrics.target] = None
                 for reason, n in metrics.undefined_units.items():
-                    excluded = f"{n} of {metrics.n_units} units of {metrics.target} for {result.method}"
-                    lines[f"excluded: {excluded}: {reason}"] = None
+                    excluded = f"{n} of {metrics.n_units} units of {metrics.target} for {result.method}: {reason}"
+                    lines[f"excluded: {excluded}"] = None
         return [*lines, *(f"undefined: {name} on {', '.join(on)}: {why}" for (name, why), on in undefined.items())]
 
 
