@@ -24,8 +24,11 @@ cp bench-out/signed.provenance.json $OUT/signed.provenance.json
 HELD=commonsense_qa,basic_skills_common_knowledge,basic_skills_logical_reasoning
 for loss in completion all; do
   compare() {
+    label=${1#cc-}
+    echo "{bm25: {}, oracle-ridge-$label-share-of-subset: {method: datamodels, penalty: ridge, sees: $label}}" \
+      > bench-out/methods.yaml
     grasp evaluate bench-out/cc-$loss --runs experiments/environments/$1 --protocol $OUT/protocol.yaml \
-      --oracle ridge --methods bm25 --json $OUT/$1-$loss.json "${@:2}"
+      --method-settings bench-out/methods.yaml --json $OUT/$1-$loss.json "${@:2}"
     python -m experiments.lds_main.explain bench-out/cc-$loss experiments/environments/$1 --out $OUT/explain-$1-$loss.json
   }
   compare cc-format

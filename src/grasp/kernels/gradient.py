@@ -281,7 +281,7 @@ class Curvature(Moments):
     def batch_second_moment(self, batch_rows: int) -> Tensor:
         """Return v, (K,): the second moment of gradients of batches of independent rows, mean^2 + variance / batch."""
         if not self._count:
-            raise ModelError("no row of the sample has a finite gradient; use --dtype bfloat16 or float32")
+            raise ModelError("no row of the sample has a finite gradient; use --set model.dtype=bfloat16 or float32")
         mean_K, square_K = torch.as_tensor(self._sum_K) / self._count, torch.as_tensor(self._square_K) / self._count
         return square_K / batch_rows + mean_K.square() * (1.0 - 1.0 / batch_rows)
 
