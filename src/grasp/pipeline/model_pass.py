@@ -260,7 +260,7 @@ def split_on_oom(index: I64, run: Callable[[I64], Outcome]) -> Iterator[tuple[I6
     except torch.cuda.OutOfMemoryError as err:
         if len(index) == 1:
             raise ModelError(
-                "the GPU has no memory for a backward pass over a row; --set model.dtype=bfloat16, or lower --max-length"
+                "the GPU has no memory for a backward pass over a row; --set model.dtype=bfloat16 or lower --max-length"
             ) from err
     else:
         yield index, outcome
