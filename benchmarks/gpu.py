@@ -38,6 +38,7 @@ import pyarrow.parquet as pq
 import torch
 from build import Clock, bare
 from retrain import finish
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaForCausalLM
 
@@ -200,7 +201,7 @@ def stages() -> Iterator[None]:
 
 
 def profile_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
-    """Seconds of the device, or of a CPU, in each stage of loop 2, and the least that its work needs."""
+    """Seconds of the device, or of a CPU, in each stage of a build, and the least that one pass needs."""
     settings = settings_of(root, sizes, device, "auto", sizes.rows)
     with stages(), profile(activities=ACTIVITIES[device]) as profiled:
         clock = DeviceClock(device)
@@ -214,10 +215,16 @@ def profile_build(root: Path, sizes: Sizes, device: str) -> dict[str, Any]:
         for event in events
         if event.key.startswith("stage: ") and "CUDA" not in str(event.device_type)  # once, not also as the GPU's range
     }
-    copies = sum(getattr(event, "self_device_time_total", 0.0) / 1e6 for event in events if "Memcpy" in event.key)
-    busy = sum(getattr(event, "self_device_time_total", 0.0) / 1e6 for event in events) if device == "cuda" else None
+    # A product's time is also that of the operator that started it: on a GPU only its own events count.
+    device_seconds = {
+        event.key: event.self_device_time_total / 1e6
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    }
+    copies = sum(time for key, time in device_seconds.items() if "Memcpy" in key)
+    busy = sum(device_seconds.values()) if device == "cuda" else None
     rate, width = matmul_rate(model, min(sizes.batch_tokens, 16_384)), 2 if model.dtype.itemsize == 2 else 4
-    # Loop 1 reads a sample of the rows too, so the limits are those of both loops together, by the tokens that pass.
+    # The limits are those of one pass over all rows; loop 1 reads a sample of them before.
     block = torch.empty(2**28 if device == "cuda" else 2**22, dtype=torch.float32, device=model.device)
     copied_per_s = 2 * 4 * block.numel() / best(block.clone, device)  # read and written
     logit_bytes = tokens * model.vocab_size * (3 * width + 4)  # maxima and softmax read them, probabilities are written

@@ -40,6 +40,15 @@ PROMPT_CHARS, ANSWER_CHARS = 160, 200  # longer prompts are left out, longer ans
 QUESTIONS, ROWS = 32, 160  # of each target; of each source, of which a training draws BATCH * STEPS / 4 at least
 REPEATS, SMALL_STEPS = 3, 600
 RESAMPLES = 1_000
+PLAIN: dict[str, Any] = {  # settings of every training
+    "per_device_train_batch_size": BATCH,
+    "max_length": MAX_LENGTH,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
 
 
 class Late(TrainerCallback):
@@ -93,16 +102,10 @@ def train(args: argparse.Namespace, rows: dict[str, list[dict[str, str]]], witho
     config = SFTConfig(
         output_dir=str(args.work / f"without-{without}"),
         max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
         learning_rate=5e-4,
-        max_length=MAX_LENGTH,
         logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
         bf16=True,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
+        **PLAIN,
     )
     trainer = SFTTrainer(
         model=model,
@@ -214,14 +217,8 @@ def overhead(args: argparse.Namespace, rows: dict[str, list[dict[str, str]]], re
         config = SFTConfig(
             output_dir=str(args.work / f"small-{name}-{repeat}"),
             max_steps=SMALL_STEPS,
-            per_device_train_batch_size=BATCH,
-            max_length=MAX_LENGTH,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
-            disable_tqdm=True,
+            **PLAIN,
         )
         trainer = SFTTrainer(
             model=model,

@@ -164,9 +164,7 @@ def mix(
     all_targets = dict.fromkeys([*targets, *guarded], 0.0) | dict(targets)
     objective = SelectionObjective.from_artifact(artifact, protocol, all_targets, tokens, runs, cautious=cautious)
     problem = MixtureProblem(low_G, high_G, current_G, max_distance)
-    range_note = ""
-    if objective.by_runs:
-        problem, range_note = _within_runs(problem, objective, slices)
+    problem, range_note = _within_runs(problem, objective, slices)
     guards = Guards(guarded, tolerance, _guarded_changes(objective, slices, guarded)) if guarded else Guards()
     p_G, gap, outcomes = _optimize(objective, slices, problem, guards)
     factor_G = p_G / current_G
@@ -282,8 +280,7 @@ def _within_runs(
     problem: MixtureProblem, objective: SelectionObjective, slices: LabelSlices
 ) -> tuple[MixtureProblem, str]:
     """Keep shares within the range of the runs, as `runs mix` does, where other bounds allow it; also return a note."""
-    assert objective.run_model is not None
-    if slices.label not in objective.run_model.labels:
+    if objective.run_model is None or not objective.by_runs or slices.label not in objective.run_model.labels:
         return problem, ""
     run_RG = objective.run_model.row_shares(slices.label, slices.rows_G)
     run_low_G, run_high_G = run_RG.min(axis=0), run_RG.max(axis=0)
