@@ -6,7 +6,7 @@
     python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
     python benchmarks/build.py ... --profile --model DIR --corpus pool.parquet     # of a model and documents of yours
     python benchmarks/build.py --skip-memory --skip-speed --skip-kernels --backward --model DIR --corpus pool.parquet \
-        --rows 64 --length 128 --units 128      # the gradient kernel over a plain forward and backward pass
+        --rows 64 --length 128 --units 128      # the pass of --train further over a plain forward and backward pass
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
@@ -26,7 +26,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ import torch
 from transformers import PhiConfig, PhiForCausalLM
 
 from grasp.corpus.row_store import RowStore
+from grasp.kernels.gradient import Curvature
 from grasp.kernels.kernel import make_kernels
 from grasp.models.causal_lm import BATCH_ROWS, ReferenceModel, batches, pad_rows
 from grasp.models.forward_pass import position_mask
@@ -45,7 +45,7 @@ from grasp.models.residuals import LOGIT_ELEMENTS, hidden_gradient
 from grasp.models.tokenizer import train_tokenizer
 from grasp.pipeline.model_pass import ModelPass, compute_moments, row_examples
 from grasp.pipeline.pipeline import build_artifact
-from grasp.progress import Progress
+from grasp.progress import Progress, ignore
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens
 
@@ -241,45 +241,61 @@ def written(place: Path, corpus: Path, length: int, model: ReferenceModel, shard
 
 
 def backward(root: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure CPU seconds of forward and backward passes, with and without the gradient kernel in turn.
+    """Measure CPU seconds of forward and backward passes, and of the pass of `--train further` with its kernels.
 
     The plain pass asks for gradients of activations alone, down to the first block, and its head at every position.
     """
     model = ReferenceModel.load(settings_of(root, root / "corpus.parquet", args.length, "new", args.threads).model)
-    features = FeatureSettings(kernels=("gradient",), gradient_coordinates=args.coordinates)
+    features = FeatureSettings(kernels=("gradient", "output_layer", "embedding"), gradient_coordinates=args.coordinates)
     model_pass, generator = ModelPass.choose(model, features), np.random.default_rng(2)
-    assert model_pass.sampled is not None
+    sampled = model_pass.sampled
+    assert sampled is not None
     prompts = [zipf(generator, 20 + args.unit_tokens) % model.vocab_size for _ in range(args.units)]
     units = [UnitTokens(ids.astype(np.int32), 20) for ids in prompts]
     rows = written(root / "backward", root / "corpus.parquet", args.length, model, args.rows).shard(0)
     examples, embedding = row_examples(rows, features), model.model.get_input_embeddings()
     few = written(root / "few", root / "corpus.parquet", args.length, model, 8).shard(0)
     corpus = compute_moments(model_pass, few, states_every=1)
-    (kernel,) = make_kernels(["gradient"], model, features, corpus)
-    kernel.prepare(model_pass.units(units, [str(e) for e in range(len(units))]))
-    ((_, some),) = list(model_pass.batches(few))[:1]
-    spent = {"plain": 0.0, "kernel": 0.0}
-    for index in model_pass.sampled.batches(examples):
-        batch = [examples[int(i)] for i in index]
-        begun = time.process_time()
-        ids, _ = pad_rows([example.input_ids for example in batch])
-        with torch.enable_grad():
-            start = embedding(ids).detach().requires_grad_(True)
-            hidden = model.body(inputs_embeds=start, use_cache=False).last_hidden_state
-            logits = model.head.linear_logits(hidden[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-            torch.autograd.grad(loss, start)
-        spent["plain"] += time.process_time() - begun
-        begun = time.process_time()
-        sampled_BK, _ = model_pass.sampled.compute(batch)
-        kernel.score(replace(some, n_rows=len(batch), gradient_BK=sampled_BK))
-        spent["kernel"] += time.process_time() - begun
+    corpus.by_type[Curvature].measure(
+        sampled, row_examples(few, features), learning_rate_sum=0.01, batch_rows=16, seed=0, advance=ignore
+    )
+    kernel_set = make_kernels(features.kernels, model, features, corpus)
+    unit_batch = model_pass.units(units, [str(e) for e in range(len(units))])
+    for kernel in kernel_set:
+        kernel.prepare(unit_batch)
+
+    def plain() -> None:
+        for index in sampled.batches(examples):
+            ids, _ = pad_rows([examples[int(i)].input_ids for i in index])
+            with torch.enable_grad():
+                start = embedding(ids).detach().requires_grad_(True)
+                hidden = model.body(inputs_embeds=start, use_cache=False).last_hidden_state
+                logits = model.head.linear_logits(hidden[:, :-1])
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+                torch.autograd.grad(loss, start)
+
+    def features_of_rows() -> None:
+        for _ in model_pass.batches(rows):
+            pass
+
+    def scores_of_rows() -> None:
+        for _, batch in model_pass.batches(rows):
+            for kernel in kernel_set:
+                kernel.score(batch)
+
+    spent: dict[str, list[float]] = {}
+    for _ in range(args.repeats):
+        for run in (plain, features_of_rows, scores_of_rows):
+            begun = time.process_time()
+            run()
+            spent.setdefault(run.__name__, []).append(time.process_time() - begun)
+    seconds = {name: min(times) for name, times in spent.items()}
     return {
         "rows": len(rows),
         "units": len(units),
-        "coordinates": model_pass.sampled.sample.size,
-        "cpu_seconds": spent,
-        "more": spent["kernel"] / spent["plain"] - 1,
+        "coordinates": sampled.sample.size,
+        "cpu_seconds": seconds,
+        "over_plain": {name: value / seconds["plain"] for name, value in seconds.items()},
     }
 
 
@@ -406,7 +422,7 @@ def table(result: dict[str, Any]) -> str:
     if part := result.get("backward"):
         lines.append(
             f"  forward and backward, {part['rows']} rows, {part['units']} units, {part['coordinates']:,} coordinates: "
-            f"gradient kernel {part['more']:+.0%} over a plain pass"
+            + ", ".join(f"{name} {ratio:.2f}" for name, ratio in part["over_plain"].items())
         )
     if part := result.get("memory"):
         for rows, peak in part["peak_bytes"].items():
@@ -430,7 +446,7 @@ def main() -> None:
     parser.add_argument("--skip-speed", action="store_true")
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--profile", action="store_true", help="say where the time of a build goes")
-    parser.add_argument("--backward", action="store_true", help="what the gradient kernel costs over a plain pass")
+    parser.add_argument("--backward", action="store_true", help="what --train further costs over a plain pass")
     parser.add_argument("--coordinates", type=int, help="of gradients; none: as a build takes them")
     parser.add_argument("--model", type=Path, help="checkpoint in the place of the model that is made here")
     parser.add_argument("--corpus", type=Path, help="Parquet with `text`: documents in the place of Zipf tokens")

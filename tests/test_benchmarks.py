@@ -29,3 +29,8 @@ def test_the_benchmark_of_a_gpu_runs_on_a_cpu():
     printed = run("benchmarks/gpu.py", "--device", "cpu", "--small")
     for stage in ("profile body", "profile kernel output_layer", "logits  half", "agree   within tolerance"):
         assert stage in printed
+
+
+def test_the_price_of_a_backward_pass_is_printed():
+    skipped = ("--skip-memory", "--skip-speed", "--skip-kernels")
+    assert "plain 1.00" in run("benchmarks/build.py", *skipped, "--backward", "--rows", 2, "--length", 16, "--units", 5)

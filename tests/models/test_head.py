@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM
 
 from grasp.errors import ModelError
 from grasp.kernels.embedding import hidden_gradient
-from grasp.models.causal_lm import ReferenceModel
-from grasp.models.gradients import UnsupportedLayerError, layers_of
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.forward_pass import extract
+from grasp.models.gradients import Example, PerExample, UnsupportedLayerError, layers_of
 from grasp.models.head import OutputHead, output_head
 from grasp.models.residuals import sparse_residual
 from tests.models.families import make_model
@@ -197,6 +198,30 @@ def test_mass_outside_top_k_is_spread_evenly_if_slopes_differ_by_logit(kind, cap
         expected.append(weight_VH.T @ (gradient * mask + rest))
     actual = hidden_gradient(head, residual).double()
     torch.testing.assert_close(actual, torch.stack(expected), rtol=0, atol=rounding(WIDTH + VOCAB, weight_VH))
+
+
+@pytest.mark.parametrize("name", ["plain", "factor", "cap"])
+def test_features_of_a_backward_pass_are_those_of_a_forward_pass(name):
+    model = (
+        with_head(ScaledLinear, bias=True) if name == "factor" else tiny_model("gemma2" if name == "cap" else "llama")
+    )
+    reference = ReferenceModel(model.double(), tokenizer=None)
+    assert (reference.head.cap is not None) == (name == "cap")
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(VOCAB, size=n).astype(np.int32) for n in (7, 3, 9)]
+    masks = [np.arange(len(row)) % 3 > 0 for row in ids]
+    expected = extract(reference, *pad_rows(ids, masks), "all", 6)
+    parameters = {name for name, _ in model.named_parameters() if "lm_head" not in name}
+    engine = PerExample(reference, layers_of(reference, parameters))
+    examples = [Example(row, loss_mask=mask) for row, mask in zip(ids, masks, strict=True)]
+    actual = engine.run(examples, lambda *_: None, top_k=6).features
+    for field in ("hidden_PH", "row_P", "input_P", "loss_B"):
+        torch.testing.assert_close(getattr(actual, field), getattr(expected, field), rtol=1e-12, atol=1e-12)
+    dense = [torch.zeros(len(batch.row_P), VOCAB).double() for batch in (actual, expected)]
+    for total_PV, batch in zip(dense, (actual, expected), strict=True):  # the top k are in no particular order
+        total_PV.scatter_add_(1, batch.residual.index_PK, batch.residual.value_PK)
+    torch.testing.assert_close(*dense, rtol=1e-12, atol=1e-12)
+    assert (actual.residual.truncated_P is None) == (name == "plain")
 
 
 def test_a_factor_of_one_equals_a_plain_linear_head():

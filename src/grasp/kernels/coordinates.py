@@ -31,6 +31,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import F64, I64
 from grasp.errors import ModelError, SettingsError
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.forward_pass import Reference
 from grasp.models.gradients import (
@@ -210,11 +211,12 @@ class SampledGradients:
         return self.engine.batches(examples, self.batch_tokens)
 
     def compute(
-        self, examples: Sequence[Example], precondition: Precondition | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the coordinates of each example's gradient, (B, K), and the inputs of the head, (B, L, H).
+        self, examples: Sequence[Example], precondition: Precondition | None = None, top_k: int | None = None
+    ) -> tuple[Tensor, Tensor, Batch | None]:
+        """Return the coordinates of each example's gradient, (B, K), also changed, (B, K), and features.
 
-        The third tensor, (B, K), has the coordinates that `precondition` returns; without it, it is empty.
+        The second tensor has the coordinates that `precondition` returns; without it, it is empty. Features are those
+        of `PerExample.run` with `top_k`.
         """
         gradient_BK = self.zeros(len(examples))
         changed_BK = self.zeros(len(examples) if precondition is not None else 0)
@@ -225,8 +227,8 @@ class SampledGradients:
             if precondition is not None:
                 changed_BK[rows, columns] += precondition(self, number, factors)
 
-        result = self.engine.run(examples, add)
-        return gradient_BK, result.hidden_BLH, changed_BK
+        result = self.engine.run(examples, add, top_k=top_k)
+        return gradient_BK, changed_BK, result.features
 
     def zeros(self, n_rows: int) -> Tensor:
         """Return zeros for the coordinates of rows, (n_rows, K), on the device of the model."""

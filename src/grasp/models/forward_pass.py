@@ -85,7 +85,6 @@ def extract(
     loss_mask_BL: Tensor,
     used: str,
     top_k: int,
-    hidden_BLH: Tensor | None = None,
 ) -> Batch:
     """Run the body, and the head at the used positions.
 
@@ -95,12 +94,11 @@ def extract(
         loss_mask_BL: mask of the tokens that carry loss; never the first token of a row, which is not predicted.
         used: positions that are used, see `position_mask`.
         top_k: number of probabilities per residual.
-        hidden_BLH: output of the body, if it was already run.
     """
     ids_BL = ids_BL.to(model.device)
     loss_mask_BL = loss_mask_BL.to(model.device)
     row_P, position_P = position_mask(used, loss_mask_BL).nonzero(as_tuple=True)
-    hidden_PH = (model.hidden(ids_BL) if hidden_BLH is None else hidden_BLH)[row_P, position_P]
+    hidden_PH = model.hidden(ids_BL)[row_P, position_P]
     label_P = ids_BL[row_P, position_P + 1]
     residual = head_residual(model.head, hidden_PH, label_P, top_k, model.vocab_size)
     input_P, n_rows = ids_BL[row_P, position_P], len(ids_BL)

@@ -30,8 +30,10 @@ from transformers.pytorch_utils import Conv1D
 
 from grasp.arrays import F64, I32, I64, Bool
 from grasp.errors import ModelError
+from grasp.models.batch import Batch
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.head import TOLERANCE
+from grasp.models.residuals import SparseResidual, sparse_residual, stack_residuals
 
 MAX_VECTOR = 1_000_000  # parameters of a module that is neither linear nor embedding: gradients are stored per example
 TINY = torch.finfo(torch.float32).tiny  # losses above 87 nats are reported as 87; their gradients are exact
@@ -213,11 +215,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Results of the forward pass: means over the labels of each example, and inputs of the head."""
+    """Results of the forward pass: means over the labels of each example, and features at its labels."""
 
     loss_B: Tensor  # nats
     miss_probability_B: Tensor  # 1 - p of the label
-    hidden_BLH: Tensor
+    features: Batch | None  # None without `top_k`
 
 
 class PerExample:
@@ -280,6 +282,7 @@ class PerExample:
         uniforms: Sequence[F64] | None = None,
         *,
         by_position: bool = False,
+        top_k: int | None = None,
     ) -> ForwardResult:
         """Compute the factors of every use of every block, and pass them to `consume`.
 
@@ -298,6 +301,8 @@ class PerExample:
                 inverse transform sampling, so that it does not depend on the rest of the batch.
             by_position: for a single example, treat every position as an example; the gradients of all positions sum to
                 that of the example.
+            top_k: also return features with this number of probabilities per residual, as `extract` does, without
+                another pass through the head.
         Raises:
             ModelError: the loss of an example is not finite.
         """
@@ -328,7 +333,7 @@ class PerExample:
             if self.pass_positions:
                 inputs["position_ids"] = torch.arange(ids_BL.shape[1], device=device).expand_as(ids_BL)
             hidden_BLH = self.model.run_body(ids_BL, **inputs)
-            loss_B, miss_probability_B, grad_BLH = self._through_head(
+            loss_B, miss_probability_B, grad_BLH, residual = self._through_head(
                 hidden_BLH.detach(),
                 position_BS,
                 label_BS,
@@ -338,10 +343,18 @@ class PerExample:
                 uniform_BS,
                 consume,
                 by_position=by_position,
+                top_k=top_k,
             )
             if hidden_BLH.requires_grad:
                 torch.autograd.backward(hidden_BLH, grad_BLH)
-        return ForwardResult(loss_B, miss_probability_B, hidden_BLH.detach())
+        features = None
+        if residual is not None:
+            row_P, label_P = is_label_BS.nonzero(as_tuple=True)
+            at_P, residual = (row_P, position_BS[row_P, label_P]), residual.select(is_label_BS.flatten())
+            hidden_PH = hidden_BLH.detach()[at_P].to(self.work)
+            head, vocab_size = self.model.head, self.model.vocab_size
+            features = Batch.of_positions(hidden_PH, residual, row_P, ids_BL[at_P], len(ids_BL), head, vocab_size)
+        return ForwardResult(loss_B, miss_probability_B, features)
 
     def _through_head(
         self,
@@ -355,15 +368,18 @@ class PerExample:
         consume: Consumer,
         *,
         by_position: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean losses, means of 1 - p of the label, and the gradient with respect to hidden states.
+        top_k: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor, SparseResidual | None]:
+        """Return mean losses, means of 1 - p of the label, the gradient with respect to hidden states, and residuals.
+
+        Residuals are those at all B S positions, padding included; None without `top_k`.
 
         In bfloat16 and float16 the gradient is that of the sum over labels, since the mean over thousands of labels
         would underflow or lose digits; the hooks multiply by the scale in float32.
         """
         model, head = self.model, self.model.head
         grad_BLH = torch.zeros_like(hidden_BLH)
-        losses, miss_probabilities = [], []
+        losses, miss_probabilities, residuals = [], [], []
         limit = CPU_CHUNK_ELEMENTS if model.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
         step = max(1, limit // (label_BS.shape[1] * model.vocab_size))
         for begin in range(0, len(hidden_BLH), step):
@@ -376,6 +392,13 @@ class PerExample:
             value_BSV = torch.softmax(logits_BSV, dim=-1)  # becomes the gradient with respect to the logits
             p_BS = value_BSV.gather(-1, label_BS1).squeeze(-1)
             loss_BS = torch.where(is_label, -p_BS.clamp(min=TINY).log(), 0.0)
+            slope = head.slope(logits_BSV)
+            if top_k is not None:
+                logits_PV, probability_PV = logits_BSV.flatten(0, 1), value_BSV.flatten(0, 1)
+                label_P, slope_PV = label_BS[rows].flatten(), slope
+                if isinstance(slope, Tensor) and slope.ndim == 3:  # else one by logit, (V,)
+                    slope_PV = slope.flatten(0, 1)
+                residuals.append(sparse_residual(logits_PV, label_P, top_k, slope_PV, probability_PV=probability_PV))
             if output == "margin":
                 value_BSV = torch.softmax(logits_BSV.scatter(-1, label_BS1, -torch.inf), dim=-1)
             if output == "sampled":
@@ -384,7 +407,6 @@ class PerExample:
                 drawn = (uniform_BS[rows].to(cumulative) * cumulative[..., -1])[..., None]
                 label_BS1 = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=model.vocab_size - 1)
             value_BSV.scatter_add_(-1, label_BS1, -torch.ones_like(label_BS1, dtype=self.work))
-            slope = head.slope(logits_BSV)
             if isinstance(slope, Tensor):
                 value_BSV *= slope
                 value_BSV *= weight[..., None]
@@ -413,7 +435,8 @@ class PerExample:
                 f"{str(model.dtype).split('.')[1]}, expected a number"
                 f"{FLOAT16_HINT if model.dtype == torch.float16 else ''}"
             )
-        return loss_B, torch.cat(miss_probabilities), grad_BLH
+        residual = stack_residuals(residuals) if residuals else None
+        return loss_B, torch.cat(miss_probabilities), grad_BLH, residual
 
 
 class _Hooks:

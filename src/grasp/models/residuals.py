@@ -80,7 +80,7 @@ def top_k(values_PV: Tensor, k: int) -> Tensor:
 
 
 def sparse_residual(
-    logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0, *, scratch: Tensor | None = None
+    logits_PV: Tensor, label_P: Tensor, k: int, slope: Tensor | float = 1.0, *, probability_PV: Tensor | None = None
 ) -> SparseResidual:
     """Compute residuals from logits, and keep the k largest probabilities and the label.
 
@@ -90,13 +90,14 @@ def sparse_residual(
         k: number of probabilities that are kept, K.
         slope: d logits / d (W h) if the model scales or caps its logits, so that h (x) xi is the exact gradient with
             respect to the weight W of the output layer; a tensor has the shape of the logits, or (V,).
-        scratch: buffer (P, V) in the dtype of the residual, which is overwritten. Default: allocate one.
+        probability_PV: softmax of the logits in the dtype of the residual, if it is known already.
     Source: eq:token-residual. Deviation: with a scaled or capped head, xi contains the slope; else none.
     """
     work, top_PK = torch.promote_types(logits_PV.dtype, torch.float32), top_k(logits_PV, k)
     index_PK = torch.cat([top_PK, label_P[:, None]], dim=1)
     slope_PK = slope.expand_as(logits_PV).gather(1, index_PK) if isinstance(slope, Tensor) else slope
-    probability_PV = torch.softmax(logits_PV, dim=1, dtype=work, out=scratch)
+    if probability_PV is None:
+        probability_PV = torch.softmax(logits_PV, dim=1, dtype=work)
     value_PK = probability_PV.gather(1, index_PK)
     logit_PK = logits_PV.gather(1, index_PK).to(work)
     # log Z = z_top - log p_top. The largest probability is at least 1 / V, so its logarithm is accurate.
@@ -108,7 +109,7 @@ def sparse_residual(
     value_PK *= slope_PK
     truncated_P = None
     if isinstance(slope, Tensor):  # with a slope per logit, the values of all logits do not sum to 0
-        total_P = probability_PV.mul_(slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
+        total_P = (probability_PV * slope).sum(dim=1) - slope.expand_as(logits_PV).gather(1, label_P[:, None])[:, 0]
         truncated_P = total_P - value_PK.sum(dim=1)
     return SparseResidual(index_PK, value_PK, log_norm_P - logit_PK[:, -1], truncated_P)
 
@@ -128,7 +129,8 @@ def head_residual(head: OutputHead, hidden_PH: Tensor, label_P: Tensor, k: int, 
         hidden, label = hidden_PH[start:stop], label_P[start:stop]
         logits = head.linear_logits(hidden, out=buffer[: len(hidden)])
         logits = head.link(logits.to(work)) if is_copied else logits
-        residuals.append(sparse_residual(logits, label, k, head.slope(logits), scratch=scratch[: len(hidden)]))
+        probability = torch.softmax(logits, dim=1, dtype=work, out=scratch[: len(hidden)])
+        residuals.append(sparse_residual(logits, label, k, head.slope(logits), probability_PV=probability))
     return stack_residuals(residuals)
 
 

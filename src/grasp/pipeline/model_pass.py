@@ -29,8 +29,8 @@ from grasp.kernels.coordinates import SampledGradients, allocate_unit_gradients
 from grasp.kernels.gradient import Curvature
 from grasp.kernels.kernel import CorpusMoments, Kernel, make_kernels, needs_backward
 from grasp.models.batch import Batch
-from grasp.models.causal_lm import ReferenceModel, pad_rows
-from grasp.models.forward_pass import Reference, Units, extract, forward_passes, position_mask
+from grasp.models.causal_lm import ReferenceModel
+from grasp.models.forward_pass import Reference, Units, forward_passes, position_mask
 from grasp.models.gradients import Example
 from grasp.models.residuals import SparseResidual, stack_residuals
 from grasp.progress import Advance, ignore
@@ -161,16 +161,14 @@ class ModelPass:
             for index, features in forward_passes(self.model, rows, settings.positions, settings.top_k):
                 yield index, features, None
             return
-        # features come from the hidden states of the pass whose gradients are computed
-        assert isinstance(self.model, ReferenceModel)
         examples = row_examples(rows, settings)
         for batch_index in sampled.batches(examples):
-            passes = split_on_oom(batch_index, lambda index: sampled.compute([examples[int(i)] for i in index]))
-            for index, (gradient_BK, hidden_BLH, _) in passes:
-                # `extract` selects positions among the tokens with loss
-                padded = pad_rows([rows.ids(int(i)) for i in index], [rows.mask(int(i)) for i in index])
-                features = extract(self.model, *padded, settings.positions, settings.top_k, hidden_BLH)
-                yield index, features, gradient_BK
+            passes = split_on_oom(
+                batch_index, lambda index: sampled.compute([examples[int(i)] for i in index], top_k=settings.top_k)
+            )
+            for index, (gradient_BK, _, batch) in passes:
+                assert batch is not None
+                yield index, batch, gradient_BK
 
 
 def unit_gradients(
@@ -200,7 +198,7 @@ def unit_gradients(
         passes = split_on_oom(
             batch_index, lambda index: sampled.compute([examples[int(a)] for a in index], curvature.precondition)
         )
-        for index, (raw_BK, _, gradient_BK) in passes:
+        for index, (raw_BK, gradient_BK, _) in passes:
             for a, raw_K, gradient_K in zip(index.tolist(), raw_BK, gradient_BK, strict=True):
                 e, weight = int(unit_A[a]), float(weight_A[a])
                 moved_K = (gradient_K - mean_K) * weight_K
