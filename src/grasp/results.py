@@ -135,7 +135,12 @@ def write_table(table: pa.Table, path: Path) -> Path:
     """
     if path.suffix not in TABLE_SUFFIXES:
         raise SettingsError(f"{path}: expected a name that ends in {' or '.join(TABLE_SUFFIXES)}")
-    columns = [_finite(column) for column in table.columns]
+    columns = [
+        pc.if_else(pc.is_finite(column), column, pa.scalar(None, column.type))
+        if pa.types.is_floating(column.type)
+        else column
+        for column in table.columns
+    ]
     with atomic_path(path) as part:
         if path.suffix == ".csv":
             columns = [_no_formula(column) for column in columns]
@@ -159,12 +164,6 @@ def write_tables(schema: pa.Schema, tables: Iterable[pa.Table], path: Path) -> i
             writer.write(table)
             lines += table.num_rows
     return lines
-
-
-def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    if not pa.types.is_floating(column.type):
-        return column
-    return pc.if_else(pc.is_finite(column), column, pa.scalar(None, column.type))
 
 
 def _no_formula(column: pa.ChunkedArray) -> pa.ChunkedArray:

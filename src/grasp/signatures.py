@@ -71,7 +71,14 @@ def parse_signature(module: str, verb: str) -> Signature:
     pattern = re.compile(rf'^def {verb}\(.*?""".*?"""', re.MULTILINE | re.DOTALL)
     (function,) = (node for head in pattern.findall(_source(module)) for node in ast.parse(head).body)
     assert isinstance(function, ast.FunctionDef)
-    about, texts = _parse_docstring(ast.get_docstring(function) or "")
+    # the text before the sections, and the description of each argument, without "In Python"
+    about, _, remainder = (ast.get_docstring(function) or "").partition("\nArgs:\n")
+    section = re.split(r"^\S", remainder, maxsplit=1, flags=re.MULTILINE)[0]
+    _, *entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
+    about, *descriptions = (
+        re.split(r"\s+In Python\b", text)[0] for text in (about, *(" ".join(entry.split()) for entry in entries[1::2]))
+    )
+    texts = dict(zip(entries[::2], descriptions, strict=True))
     parameters, arguments = function.args, {}
     required = [None] * (len(parameters.args) - len(parameters.defaults))
     defaults = [*required, *parameters.defaults, *parameters.kw_defaults]
@@ -83,7 +90,7 @@ def parse_signature(module: str, verb: str) -> Signature:
             default = _value(module, node) if node else None if "None" in words else REQUIRED
             in_commas = types[0] is str and "Sequence" in words and default != ()
             arguments[argument.arg] = Argument(argument.arg, types[0], default, in_commas, texts.get(argument.arg, ""))
-    return Signature(about, arguments)
+    return Signature(about.strip(), arguments)
 
 
 def signed(function: Any, parameters: Mapping[str, tuple[Any, Any]], about: str, returns: Any = None) -> None:
@@ -110,17 +117,6 @@ def _source(module: str) -> str:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).read_text(encoding="utf-8")
-
-
-def _parse_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring before its sections, and the description of each argument, without "In Python"."""
-    about, _, remainder = docstring.partition("\nArgs:\n")
-    section = re.split(r"^\S", remainder, maxsplit=1, flags=re.MULTILINE)[0]
-    _, *entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)
-    about, *texts = (
-        re.split(r"\s+In Python\b", text)[0] for text in (about, *(" ".join(entry.split()) for entry in entries[1::2]))
-    )
-    return about.strip(), dict(zip(entries[::2], texts, strict=True))
 
 
 def _value(module: str, node: ast.expr) -> Any:

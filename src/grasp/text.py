@@ -300,7 +300,11 @@ def text_table(
         shortest = max(MIN_CELL_CHARS, len(headings[k]))
         shorter = max(min(widths[k], shortest), widths[k] - max(0, excess))
         if k in name_columns and shorter < widths[k]:
-            short = {line[k]: _cut_middle(line[k], shorter) for line in cells}
+            end = (shorter - 3) // 2
+            short = {
+                cell: cell if len(cell) <= shorter else f"{cell[: shorter - 3 - end]}...{cell[-end:]}"
+                for cell in (line[k] for line in cells)
+            }
             if len(set(short.values())) < len(short):
                 continue  # shortened names would be the same
             for line in cells:
@@ -330,9 +334,3 @@ def text_table(
 def _cut(text: str, width: int) -> str:
     """Truncate a text to a number of characters; the last three are dots."""
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _cut_middle(text: str, width: int) -> str:
-    """Truncate a name to a number of characters, preserving its beginning and its end."""
-    end = (width - 3) // 2
-    return text if len(text) <= width else f"{text[: width - 3 - end]}...{text[-end:]}"

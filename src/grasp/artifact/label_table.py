@@ -198,7 +198,12 @@ class LabelTable:
             path = Path(source)
             with readable_table(path, SubsetError, "a table of rows"), pq.ParquetFile(path) as file:
                 self.schema, self.n_rows = file.schema_arrow, int(file.metadata.num_rows)
-            self.read_batches = functools.partial(_batches_of, path)
+
+            def read_batches(names: list[str]) -> Iterator[pa.RecordBatch]:
+                with readable(path, "restore it from a copy", SubsetError), pq.ParquetFile(path) as file:
+                    yield from file.iter_batches(batch_size=BATCH, columns=names)
+
+            self.read_batches = read_batches
         self.columns: tuple[str, ...] = tuple(self.schema.names)  # allowed in expressions
 
     def selection(self, expression: str) -> Matched:
@@ -300,11 +305,6 @@ class LabelTable:
             f"{location}: unknown column {name!r}{did_you_mean(name, self.columns)}; the columns are "
             f"{list(self.columns)}; text goes in 'single quotes'"
         )
-
-
-def _batches_of(path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-    with readable(path, "restore it from a copy", SubsetError), pq.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=BATCH, columns=names)
 
 
 def _factorised(name: str, batches: Iterator[pa.RecordBatch], most: int = sys.maxsize) -> LabelColumn | None:
@@ -454,7 +454,14 @@ def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str
         need_quotes = [name for name in columns if identifier(name) != name]
         unquoted = [name for name in need_quotes if name in expression.replace(identifier(name), "")]
         hint = f"; write the column in double quotes: {', '.join(map(identifier, unquoted))}" if unquoted else ""
-        return _syntax_error(parsed, expression) + hint
+        if parsed.get("error_type") != "parser":
+            return f"statements are refused; expected a condition on the columns, such as topic = 'Games'{hint}"
+        message = " ".join(str(parsed["error_message"]).split())
+        at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
+        if not 0 <= at < len(expression):
+            return f"{message.split(' at or near')[0]} at its end{hint}"
+        around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
+        return f"{message} (character {at + 1}: ...{around}){hint}"
     statements = parsed["statements"]
     node = statements[0]["node"]
     is_plain = (
@@ -467,18 +474,6 @@ def _problem_of(parsed: dict[str, Any], expression: str, columns: Collection[str
     if len(statements) != 1 or not is_plain:
         return "is not a single condition; expected one, such as topic = 'Games' AND n_tokens > 64"
     return next(filter(None, map(_problem_of_node, _expressions(node["select_list"][0]))), "")
-
-
-def _syntax_error(parsed: dict[str, Any], expression: str) -> str:
-    """Return the message of a failed parse, with the text around the error."""
-    if parsed.get("error_type") != "parser":
-        return "statements are refused; expected a condition on the columns, such as topic = 'Games'"
-    message = " ".join(str(parsed["error_message"]).split())
-    at = int(parsed["position"]) - len(QUERY_PREFIX) if parsed.get("position") else -1
-    if not 0 <= at < len(expression):
-        return f"{message.split(' at or near')[0]} at its end"
-    around = f"{expression[max(0, at - 20) : at]}>>>{expression[at : at + 20]}"
-    return f"{message} (character {at + 1}: ...{around})"
 
 
 def _problem_of_node(node: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ stays readable until the manifest is replaced. Start with `ArtifactWriter.open` 
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -334,7 +334,19 @@ class ArtifactWriter(BuiltShards):
         names = [self.schema.plan, *contents]
         if self._artifact is None:
             shards = [self.root / SHARD_ROWS.format(k) for k in range(self.grid.n_shards)]
-            _concatenate_tables(shards, self.root / ROWS)
+            # columns that a shard lacks are null
+            schema = pa.unify_schemas([pq.read_schema(shard) for shard in shards], promote_options="permissive")
+            with atomic_path(self.root / ROWS) as path, pq.ParquetWriter(path, schema, compression="zstd") as writer:
+                pending = schema.empty_table()
+                for shard in shards:
+                    with pq.ParquetFile(shard) as file:
+                        pending = pa.concat_tables([pending, file.read()], promote_options="permissive")
+                    full = pending.num_rows - pending.num_rows % _GROUP_ROWS
+                    if full:
+                        writer.write_table(pending.slice(0, full), row_group_size=_GROUP_ROWS)
+                        pending = pending.slice(full)
+                if pending.num_rows:
+                    writer.write_table(pending, row_group_size=_GROUP_ROWS)
             names.insert(1, ROWS)
         for name, content in contents.items():
             write_atomically(self.root / name, content)
@@ -428,19 +440,3 @@ def encode(
         row_id = "" if rows is None else f" (row_id {rows['row_id'][int(row)].as_py()!r})"
         raise ArtifactError(f"{name}: row {start + row}{row_id}, column {column}: {problem}")
     return stored_NE
-
-
-def _concatenate_tables(tables: Sequence[Path], out: Path) -> None:
-    """Concatenate the row tables of all shards into one file; missing columns are null."""
-    schema = pa.unify_schemas([pq.read_schema(path) for path in tables], promote_options="permissive")
-    with atomic_path(out) as part, pq.ParquetWriter(part, schema, compression="zstd") as writer:
-        pending = schema.empty_table()
-        for path in tables:
-            with pq.ParquetFile(path) as file:
-                pending = pa.concat_tables([pending, file.read()], promote_options="permissive")
-            full = pending.num_rows - pending.num_rows % _GROUP_ROWS
-            if full:
-                writer.write_table(pending.slice(0, full), row_group_size=_GROUP_ROWS)
-                pending = pending.slice(full)
-        if pending.num_rows:
-            writer.write_table(pending, row_group_size=_GROUP_ROWS)

@@ -592,8 +592,22 @@ def form_of(names: tuple[str, ...], settings: CorpusSettings) -> Form:
 
 def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str:
     """Return a form, or why there is none: by dataset entry, templates, `corpus.form`, column, or the only one."""
-    if settings.fields is not None:
-        return _entry_form(names, settings.fields, settings.form)
+    if (fields := settings.fields) is not None:
+        origin = fields.origin or "setting corpus.fields"
+        required = {standard: column for standard, column in fields.columns.items() if standard not in OPTIONAL}
+        if missing := [column for column in required.values() if column not in names]:
+            return f"no column {', '.join(missing)}, which the {origin} names"
+        if fields.form == "preference" != settings.form:
+            return f"the {origin} has preference pairs; {PAIRS_HINT}"
+        if settings.form == "preference" != fields.form:
+            return f"the {origin} has no preference pairs; omit --loss dpo"
+        claim = claimed("record", fields)
+        if claim is None:
+            return "corpus.fields: no reader converts records with such names"
+        # the first column decides how a record is read
+        order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
+        columns = tuple(standard for standard in order if fields.columns.get(standard) in names)
+        return Form("text" if fields.form == "messages" else fields.form, columns, names=fields, reader=claim.reader)
     forms = forms_in(names)
     if settings.prompt is not None and settings.completion is not None:
         templates = (Template(settings.prompt, "corpus.prompt"), Template(settings.completion, "corpus.completion"))
@@ -608,8 +622,8 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
             extra = [name for name in EXTRA_COLUMNS if name in names]
             form = Form("preference", (*prompts, *PAIR, *extra))
         _, needed, _ = FORMS.get(f"--set corpus.form={settings.form}", ("", PAIR, ()))
-        columns = " and ".join(" or ".join(f"`{name}`" for name in group.split("|")) for group in needed)
-        return form or f"corpus.form: got {settings.form}, which takes {columns}"
+        shown = " and ".join(" or ".join(f"`{name}`" for name in group.split("|")) for group in needed)
+        return form or f"corpus.form: got {settings.form}, which takes {shown}"
     if settings.text_column in names:
         return forms.get(f"--text-column {settings.text_column}") or Form("text", (str(settings.text_column),))
     if IDS in names:
@@ -628,25 +642,6 @@ def _select_form(names: tuple[str, ...], settings: CorpusSettings) -> Form | str
 
 
 OPTIONAL: Final = {"input", *EXTRA_COLUMNS, HISTORY}  # columns that a record may lack
-
-
-def _entry_form(names: Sequence[str], fields: FieldNames, form: str | None) -> Form | str:
-    """Return the form of a dataset entry, or why there is none."""
-    origin = fields.origin or "setting corpus.fields"
-    required = {standard: column for standard, column in fields.columns.items() if standard not in OPTIONAL}
-    if missing := [column for column in required.values() if column not in names]:
-        return f"no column {', '.join(missing)}, which the {origin} names"
-    if fields.form == "preference" != form:
-        return f"the {origin} has preference pairs; {PAIRS_HINT}"
-    if form == "preference" != fields.form:
-        return f"the {origin} has no preference pairs; omit --loss dpo"
-    claim = claimed("record", fields)
-    if claim is None:
-        return "corpus.fields: no reader converts records with such names"
-    # the first column decides how a record is read
-    order = (*TURNS, TEXT, "instruction", "output", *PAIR, "input", *EXTRA_COLUMNS, HISTORY)
-    columns = tuple(standard for standard in order if fields.columns.get(standard) in names)
-    return Form("text" if fields.form == "messages" else fields.form, columns, names=fields, reader=claim.reader)
 
 
 def conversation_in(record: Mapping[str, Any]) -> Conversation | None:

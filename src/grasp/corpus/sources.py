@@ -148,8 +148,21 @@ def _open_whole(path: str, split: str | None) -> Source:
             exists, is_file = fs.exists(root), fs.isfile(root)
     except (ValueError, ImportError, OSError) as err:
         raise CorpusError(f"{path}: cannot be opened: {one_line(err)}") from err
-    if not exists:
-        return _hub_dataset(path, split)
+    if not exists:  # a dataset of the hub
+        is_link = os.path.lexists(path)
+        fault = "a broken or circular symbolic link" if is_link else f"no such file or directory{suggest_path(path)}"
+        if is_link or not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
+            raise CorpusError(f"{path}: {fault}; {EXPECTED_CORPUS}")
+        datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
+        try:
+            if offline := refusal():
+                raise OSError(offline)
+            table = _select_split(datasets.load_dataset(path), split, path)
+        except (OSError, ValueError) as err:
+            raise CorpusError(
+                f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}"
+            ) from err
+        return TableSource(table.data.table, path, [[path, str(table.num_rows), str(table.info.version)]])
     # names in messages: paths of local files, URLs otherwise
     shown = str if isinstance(fs, LocalFileSystem) else fs.unstrip_protocol
     if is_file:
@@ -203,22 +216,6 @@ def unread_files_note(source: Source) -> list[str]:
     examples = sorted({PurePosixPath(file).suffix.lower(): file for file in reversed(unread)}.values())[:_MAX_EXAMPLES]
     more = ", ..." if len(unread) > len(examples) else ""
     return [f"{len(unread):,} file{'s' * (len(unread) > 1)} not read: {', '.join(examples)}{more}"] if unread else []
-
-
-def _hub_dataset(path: str, split: str | None) -> Source:
-    """Load a dataset of the hub."""
-    is_link = os.path.lexists(path)
-    fault = "a broken or circular symbolic link" if is_link else f"no such file or directory{suggest_path(path)}"
-    if is_link or not _HUB_NAME.fullmatch(path) or _FILE_SUFFIX.search(path) or is_path(path):
-        raise CorpusError(f"{path}: {fault}; {EXPECTED_CORPUS}")
-    datasets = require("datasets", extra="datasets", feature=f"{path}, which is not a local path; a hub dataset")
-    try:
-        if offline := refusal():
-            raise OSError(offline)
-        table = _select_split(datasets.load_dataset(path), split, path)
-    except (OSError, ValueError) as err:
-        raise CorpusError(f"{path}: {fault}, and no hub dataset of that name is available: {one_line(err)}") from err
-    return TableSource(table.data.table, path, [[path, str(table.num_rows), str(table.info.version)]])
 
 
 @dataclass(frozen=True)

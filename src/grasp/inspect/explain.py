@@ -188,7 +188,13 @@ class _PreparedUnits:
             used_1L = position_mask(self.settings.unit_positions, loss_mask_1L)
             self.answer_S = used_1L[0].nonzero()[:, 0].numpy() + 1  # position t predicts token t + 1
             self.n_columns = self.n_positions = len(self.answer_S)
-            units = self._single_positions(units, self._unit_gradients(tokens))
+            gradients: UnitGradients | None = None
+            if (sampled := self.model_pass.sampled) is not None:
+                token_L = np.arange(len(tokens.input_ids))
+                examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in self.answer_S]
+                n, index_S = len(examples), np.arange(len(examples))
+                gradients = partial(unit_gradients, sampled, examples, index_S, np.ones(n), n)
+            units = self._single_positions(units, gradients)
         for kernel in used_kernels:
             kernel.prepare(units)
 
@@ -216,16 +222,6 @@ class _PreparedUnits:
             else:
                 kernel.prepare(units)
         return True
-
-    def _unit_gradients(self, tokens: UnitTokens) -> UnitGradients | None:
-        """Return what computes the gradient of the loss at each position of the unit; None if no kernel needs it."""
-        sampled = self.model_pass.sampled
-        if sampled is None:
-            return None
-        token_L = np.arange(len(tokens.input_ids))
-        examples = [Example(tokens.input_ids, loss_mask=token_L == t) for t in self.answer_S]
-        index_S = np.arange(len(examples))
-        return partial(unit_gradients, sampled, examples, index_S, np.ones(len(examples)), len(examples))
 
     def _single_positions(self, batch: Batch, gradients: UnitGradients | None = None) -> Batch:
         """Return the positions of a row, or unit, as separate rows.
@@ -288,7 +284,7 @@ class _PreparedUnits:
         total = sum(recomputed.values())
         gap = total + sums.replay + terms.text + terms.average - terms.effect
 
-        table, notes = self._token_table(shard, sums), []
+        table = self._token_table(shard, sums)
         subject = target = self.predictor.units.targets[0]
         unit, questions, answer, pairs = None, None, None, None
         if self.by_position:
@@ -307,14 +303,10 @@ class _PreparedUnits:
                 }
             )
             pairs = _strongest_pairs(pair_LL[:, tokens.first :], table, answer, tokens.first)
-            notes.append(UNIT_SCALE_NOTE)
         else:
             questions = self.units.select(["unit_id", "prompt", "completion"])
             questions = questions.append_column("contribution", pa.array(sums.by_column_C))
             questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
-            notes += _dominant_question_notes(questions)
-        words, contributions, _ = by_word(table["text"].to_pylist(), table["contribution"].to_numpy())
-        notes += dominant_word_notes(words, contributions)
         if REPLAY in terms.weights:
             recomputed[REPLAY] = stored[REPLAY] = sums.replay
         return Explanation(
@@ -323,7 +315,7 @@ class _PreparedUnits:
             + (f"the prediction from its text and labels contributes {terms.text:+z.3f}; " if terms.text else "")
             + (f"the replayed training contributes {sums.replay:+z.3f}; " if REPLAY in terms.weights else "")
             + f"the average row's {-terms.average:+z.3f} is subtracted",
-            (*notes, *_result_notes(terms, recomputed, gap), self.predictor.protocol_text),
+            (*_notes(table, questions, terms, recomputed, gap), self.predictor.protocol_text),
             row_id=row,
             target=target,
             unit_id=unit,
@@ -395,17 +387,19 @@ class _RowContributions:
     replay: float
 
 
-def _dominant_question_notes(questions: pa.Table) -> list[str]:
-    """Return a note if one question has more than half of all positive contributions."""
-    positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
-    if len(questions) <= 2 or positive_E[0] <= positive_E.sum() / 2:
-        return []
-    name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
-    return [f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it"]
-
-
-def _result_notes(terms: EffectTerms, recomputed: Mapping[str, float], gap: float) -> Iterator[str]:
-    """Yield notes on the terms of the effect, and on the agreement of recomputed and stored numbers."""
+def _notes(
+    table: pa.Table, questions: pa.Table | None, terms: EffectTerms, recomputed: Mapping[str, float], gap: float
+) -> Iterator[str]:
+    """Yield notes on dominant questions and words, on the terms of the effect, and on their agreement with it."""
+    if questions is None:
+        yield UNIT_SCALE_NOTE
+    else:  # most helpful first
+        positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+        if len(questions) > 2 and positive_E[0] > positive_E.sum() / 2:
+            name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
+            yield f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it"
+    words, contributions, _ = by_word(table["text"].to_pylist(), table["contribution"].to_numpy())
+    yield from dominant_word_notes(words, contributions)
     if terms.text:
         yield TEXT_NOTE
     if len(recomputed) > 1:

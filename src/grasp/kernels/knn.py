@@ -134,7 +134,8 @@ def knn_relevance(targets: KnnTargets, hidden_PH: Tensor, label_P: Tensor, row_P
     """
     point_PX, label_P = _extend_points((hidden_PH.float() - targets.mean_H) @ targets.map_HH), label_P.contiguous()
     sum_NE = point_PX.new_zeros(n_rows, targets.n_units)
-    step = unit_positions_per_block(row_P)
+    elements = BLOCK_ELEMENTS if row_P.device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    step = max(1, elements // max(1, len(row_P)))  # unit positions that are paired with all row positions at once
     for start in range(0, len(targets.unit_S), step):
         block = slice(start, start + step)
         kernel_PS = (point_PX @ targets.point_SX[block].T).exp_()
@@ -149,12 +150,6 @@ def knn_relevance(targets: KnnTargets, hidden_PH: Tensor, label_P: Tensor, row_P
         flat_index = row_P[p] * targets.n_units + targets.unit_S[block][s]
         sum_NE.view(-1).index_add_(0, flat_index, kernel_PS[p, s] * targets.same_S[block][s])
     return sum_NE / torch.bincount(row_P, minlength=n_rows).clamp(min=1)[:, None]
-
-
-def unit_positions_per_block(row_P: Tensor) -> int:
-    """Return how many unit positions are paired with all positions of a batch at once."""
-    elements = BLOCK_ELEMENTS if row_P.device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    return max(1, elements // max(1, len(row_P)))
 
 
 def _extend_points(white_PH: Tensor) -> Tensor:

@@ -239,32 +239,29 @@ class HfTokenizer:
                 with_arguments(conversation, lambda a: a if isinstance(a, str) else json.dumps(a, ensure_ascii=False)),
             ]
             forms += [form for form in converted if form.turns != conversation.turns]
+
+        def placeholder_for(arguments: Any) -> Any:
+            """Return arguments that do not occur elsewhere in the conversation."""
+            if not isinstance(object_arguments(arguments), dict):
+                return arguments
+            return json.dumps(PLACEHOLDER_ARGUMENTS) if isinstance(arguments, str) else PLACEHOLDER_ARGUMENTS
+
         rendered: list[tuple[Conversation, str, list[Span]]] = []
         refusals: list[UnusableConversationError] = []
         for form in forms:
             try:
                 rendered.append((form, *self._render(form)))
-                if len(forms) == 1 or not self._garbles_arguments(form):
+                if len(forms) == 1:
+                    return rendered[-1]
+                text, _ = self._render(with_arguments(form, placeholder_for))
+                is_quoted = json.dumps(json.dumps(PLACEHOLDER_ARGUMENTS)) in text
+                if not is_quoted and str(PLACEHOLDER_ARGUMENTS) not in text:
                     return rendered[-1]
             except UnusableConversationError as err:
                 refusals.append(err)
         if not rendered:
             raise refusals[0]
         return rendered[0]
-
-    def _garbles_arguments(self, conversation: Conversation) -> bool:
-        """Return whether the template quotes arguments that are JSON text, or renders objects in Python syntax.
-
-        The arguments are replaced by ones that do not occur elsewhere in the conversation.
-        """
-
-        def placeholder_for(arguments: Any) -> Any:
-            if not isinstance(object_arguments(arguments), dict):
-                return arguments
-            return json.dumps(PLACEHOLDER_ARGUMENTS) if isinstance(arguments, str) else PLACEHOLDER_ARGUMENTS
-
-        text, _ = self._render(with_arguments(conversation, placeholder_for))
-        return str(PLACEHOLDER_ARGUMENTS) in text or json.dumps(json.dumps(PLACEHOLDER_ARGUMENTS)) in text
 
     def _render(self, conversation: Conversation, **options: Any) -> tuple[str, list[Span]]:
         """Render turns as text, and return the spans that the template marks as the assistant's."""

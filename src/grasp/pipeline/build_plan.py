@@ -265,24 +265,19 @@ def open_objects(
         ((_, _, digest),) = source.identity()
         updates["corpus"] = {"path": IN_MEMORY + digest, "split": None}
     if settings.targets.names == (IN_MEMORY,):
-        units, digest = _read_units(targets, settings.targets.loss_on)
+        if isinstance(targets, Sequence) and all(isinstance(unit, Mapping) for unit in targets):
+            records: Any = ((f"targets, unit {k}", unit) for k, unit in enumerate(targets))
+        else:
+            try:
+                records = read_records(table_source(targets, what="targets"))
+            except CorpusError as err:
+                raise TargetError(f"{err}; or pass names, or a list of dicts with prompt and completion") from err
+        units = tuple(units_from_records(records, "units", settings.targets.loss_on))
+        content = json.dumps([asdict(unit) for unit in units], default=str).encode()
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         updates["targets"] = {"names": (IN_MEMORY + digest,)}
     groups = {group: getattr(settings, group).model_copy(update=fields) for group, fields in updates.items()}
     return settings.model_copy(update=groups), InMemory(reference, source, units)
-
-
-def _read_units(targets: Any, loss_on: Any) -> tuple[Sequence[Unit], str]:
-    """Return the units of a list of dicts or of a table, and their fingerprint."""
-    if isinstance(targets, Sequence) and all(isinstance(unit, Mapping) for unit in targets):
-        records: Any = ((f"targets, unit {k}", unit) for k, unit in enumerate(targets))
-    else:
-        try:
-            records = read_records(table_source(targets, what="targets"))
-        except CorpusError as err:
-            raise TargetError(f"{err}; or pass names, or a list of dicts with prompt and completion") from err
-    units = tuple(units_from_records(records, "units", loss_on))
-    content = json.dumps([asdict(unit) for unit in units], default=str).encode()
-    return units, hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def with_model(settings: BuildSettings, path: Path) -> BuildSettings:

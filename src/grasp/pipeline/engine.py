@@ -45,19 +45,17 @@ class ModelActor:
         """
         if options.get("kernels") is not None:
             if self._kernels is None:
-                self._kernels = self._prepare_kernels(*options["kernels"])
+                model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model.vocab_size)
+                kernels = make_kernels(self._features.kernels, model, self._features, corpus)
+                units, moments = options["kernels"]
+                corpus.load(moments)
+                # units are copied without the model
+                units = replace(units.to(model.device), head=model.head, sampled=self._model_pass.sampled)
+                for kernel in kernels:
+                    kernel.prepare(units)
+                self._kernels = kernels
             options = options | {"kernels": self._kernels}
         return len(rows), rows.n_tokens, job(self._model_pass, rows, **options)
-
-    def _prepare_kernels(self, units: Batch, moments: dict[str, Any]) -> list[Kernel]:
-        """Return the kernels with these moments, prepared for units that were copied without the model."""
-        model, corpus = self._model_pass.model, CorpusMoments(self._model_pass.model.vocab_size)
-        kernels = make_kernels(self._features.kernels, model, self._features, corpus)
-        corpus.load(moments)
-        units = replace(units.to(model.device), head=model.head, sampled=self._model_pass.sampled)
-        for kernel in kernels:
-            kernel.prepare(units)
-        return kernels
 
     @cached_property
     def _model_pass(self) -> ModelPass:

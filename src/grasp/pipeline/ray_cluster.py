@@ -46,11 +46,11 @@ class Cluster:
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
         capacity = gpus or sum(int(node.get("CPU", 0)) // spec.threads for node in nodes)
         n_requested = capacity if spec.workers is None else spec.workers
-        if capacity < 1:
-            raise EngineError(f"threads: got {spec.threads}, but no node has that many cores; use fewer threads")
-        if n_requested > capacity:
+        if capacity < 1 or n_requested > capacity:
             raise EngineError(
-                f"--workers: got {n_requested}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for "
+                f"threads: got {spec.threads}, but no node has that many cores; use fewer threads"
+                if capacity < 1
+                else f"--workers: got {n_requested}, but the cluster has {gpus} GPUs and {cores} CPU cores, room for "
                 f"{capacity} workers of {spec.threads} threads; use {capacity} or fewer, or fewer threads"
             )
         self._worker_resources = {"num_cpus": spec.threads} | ({"num_gpus": 1} if gpus else {})

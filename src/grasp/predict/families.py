@@ -120,8 +120,21 @@ class Family:
 
         def draw(rng: np.random.Generator) -> I64:
             """Return ascending row positions, possibly none."""
-            if column is not None:
-                return _draw_within_values(rng, column.counts, sorted_rows_N, sorted_codes_N)
+            if column is not None:  # mixture: keep a Beta(1/2, 1/2) fraction of the rows of each label value
+                counts_G = column.counts
+                drawn_G = np.rint(rng.beta(0.5, 0.5, size=len(counts_G)) * counts_G).astype(np.int64)
+                first_G = np.cumsum(counts_G) - counts_G
+                if len(drawn_G) > MANY_VALUES:
+                    # A single sort, which shuffles the rows within every value, is faster than many draws. It consumes
+                    # other random numbers, so the draws of a seed change at MANY_VALUES.
+                    random_order = np.argsort(sorted_codes_N + rng.random(n_rows), kind="stable")
+                    rank_N = np.arange(n_rows) - first_G[sorted_codes_N]
+                    return np.sort(sorted_rows_N[random_order][rank_N < drawn_G[sorted_codes_N]])
+                picks = [
+                    sorted_rows_N[first + _draw_without_replacement(rng, int(n), int(n_drawn))]
+                    for first, n, n_drawn in zip(first_G, counts_G, drawn_G, strict=True)
+                ]
+                return np.sort(np.concatenate(picks))
             fraction = self.fraction or 0.0
             if self.kind == "uniform":
                 return _draw_without_replacement(rng, n_rows, max(1, round(fraction * n_rows)))
@@ -135,30 +148,6 @@ class Family:
                     f"family {self}: {MAX_REDRAWS} draws from {n_rows} rows were empty; use a larger fraction"
                 )
             yield WeightedRows(f"{purpose}-{b:06d}", rows)
-
-
-def _draw_within_values(rng: np.random.Generator, counts_G: I64, rows_N: I64, codes_N: I64) -> I64:
-    """Keep a Beta(1/2, 1/2) fraction of the rows of each label value; return ascending row positions.
-
-    With many label values a single sort is faster than a draw for each. It consumes other random numbers, so the draws
-    of a seed change at MANY_VALUES.
-
-    Args:
-        counts_G: number of rows of each value.
-        rows_N: row positions, sorted by value.
-        codes_N: value of each of these rows, in the same order.
-    """
-    drawn_G = np.rint(rng.beta(0.5, 0.5, size=len(counts_G)) * counts_G).astype(np.int64)
-    first_G = np.cumsum(counts_G) - counts_G
-    if len(drawn_G) > MANY_VALUES:  # one sort shuffles the rows within every value; keep the first of each
-        shuffled_N = rows_N[np.argsort(codes_N + rng.random(len(rows_N)), kind="stable")]
-        rank_N = np.arange(len(shuffled_N)) - first_G[codes_N]
-        return np.sort(shuffled_N[rank_N < drawn_G[codes_N]])
-    picks = [
-        rows_N[first + _draw_without_replacement(rng, int(n), int(n_drawn))]
-        for first, n, n_drawn in zip(first_G, counts_G, drawn_G, strict=True)
-    ]
-    return np.sort(np.concatenate(picks))
 
 
 def draw_dirichlet_shares(rng: np.random.Generator, around_G: F64) -> F64:

@@ -487,7 +487,10 @@ def assemble_predictor(artifact: ArtifactReader, protocol: ScoringProtocol, unit
     prior = None
     if protocol.task == "estimate":
         labels = [label_column(artifact, label).codes_N for label in suggest_labels(artifact)]
-        texts, documents_N = _texts(artifact), row_documents(artifact)
+        texts, documents_N, is_merged = None, row_documents(artifact), bool(artifact.manifest.details.get("parts"))
+        if not is_merged and artifact.reader is None and artifact.tokens_path.exists():  # the tokens of one corpus
+            ids_of, store = operator.attrgetter("flat_ids", "offsets"), artifact.open_rows()
+            texts = Texts(row_tokens(artifact), lambda row_index: ids_of(store.rows(row_index)))
         prior = fit_prior(relevance, coefficients, units.counts_T, _row_names(artifact), documents_N, texts, labels)
     predictor = combine_kernels(artifact, protocol, units, kernels, scales, unit_factors, prior)
     if REPLAY in relevance:  # the replay scores whole targets, so that no questions can be held out
@@ -613,15 +616,6 @@ def unit_effects(
 def _row_names(artifact: ArtifactReader) -> list[str]:
     """Return the row_id of every row."""
     return [name for batch in artifact.row_batches(["row_id"]) for name in batch.column(0).to_pylist()]
-
-
-def _texts(artifact: ArtifactReader) -> Texts | None:
-    """Return the tokens of the rows; None if the artifact has no tokens, or those of several corpora."""
-    is_merged = bool(artifact.manifest.details.get("parts"))
-    if is_merged or artifact.reader is not None or not artifact.tokens_path.exists():
-        return None
-    ids_of, store = operator.attrgetter("flat_ids", "offsets"), artifact.open_rows()
-    return Texts(row_tokens(artifact), lambda row_index: ids_of(store.rows(row_index)))
 
 
 def additive_predictor(

@@ -10,14 +10,16 @@ that are lists.
 
 import functools
 import json
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from grasp.arrays import F64, ratio
-from grasp.artifact.label_table import Label, LabelColumn, equals, none_of
+from grasp.artifact.label_table import LabelColumn, equals, none_of
 from grasp.artifact.rows import MAX_SLICES
 from grasp.errors import SubsetError
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor, SubsetSums
@@ -123,11 +125,18 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
     Returns:
         None if not all values of the label are lists of texts, as JSON, or no element is in some rows only.
     """
-    elements_of = [() if value is None else _elements(value) for value in column.values]
-    if None in elements_of or not any(elements_of):
-        return None
     code_of: dict[str, int] = {}  # by element
-    pairs = [(code_of.setdefault(part, len(code_of)), v) for v, parts in enumerate(elements_of) for part in parts or ()]
+    pairs: list[tuple[int, int]] = []
+    for v, value in enumerate(column.values):
+        parts: list[Any] | None = [] if value is None else None
+        if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+            with suppress(ValueError, RecursionError):
+                parts = json.loads(value)
+        if parts is None or not all(isinstance(part, str) for part in parts):
+            return None
+        pairs += [(code_of.setdefault(part, len(code_of)), v) for part in dict.fromkeys(parts)]
+    if not pairs:
+        return None
     element, value = np.array(pairs).T
     in_value_MV = csr_array((np.ones(len(pairs)), (element, value)), shape=(len(code_of), len(column.values)))
     n_rows = len(column.codes_N)
@@ -146,17 +155,6 @@ def list_slices(column: LabelColumn, tokens_N: NDArray[np.integer], *, most: int
         for m, tokens in zip(selected.tolist(), tokens_G, strict=True)
     ]
     return LabelSlices(column.name, tuple(slices), np.empty(0, np.int32), 0, membership_GN)
-
-
-def _elements(value: Label) -> tuple[str, ...] | None:
-    """Return the different elements of a JSON list of texts, or None."""
-    if not (isinstance(value, str) and value.startswith("[") and value.endswith("]")):
-        return None
-    try:
-        parts = json.loads(value)
-    except (ValueError, RecursionError):
-        return None
-    return tuple(dict.fromkeys(parts)) if all(isinstance(part, str) for part in parts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         if slices.membership_GN is None:
             total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
         else:
-            corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+            corpus = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
             total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
         rest_GD = total_D - slice_GD
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
@@ -196,8 +194,3 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
         redundancy_G=redundancy_G,
     )
-
-
-def _whole_corpus(n_rows: int) -> Weights:
-    """Return all rows as a single subset, (1, N)."""
-    return Weights.from_slices(np.zeros(n_rows, np.int32), 1)

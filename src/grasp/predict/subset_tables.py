@@ -108,9 +108,28 @@ def read_subsets(
             subset, a subset without rows, or weights that are out of range or all 0. The message names subset and
             rows.
     """
-    table = source if isinstance(source, pa.Table) else Path(source)
+    table: Path | pa.Table = source if isinstance(source, pa.Table) else Path(source)
     location = "subsets" if isinstance(source, pa.Table) else str(source)
-    names = _validate_columns(table, location, corpus)
+    if isinstance(table, pa.Table):
+        schema = table.schema
+    else:
+        with readable_table(table, SubsetError, EXPECTED_TABLE):
+            schema = pq.read_schema(table)
+    names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS_KEY.encode(), b"").decode(errors="replace")
+    problems = []
+    if corpus and origin and origin != corpus:
+        problems.append(f"was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact")
+    if "row_id" not in names:
+        problems.append(f"has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
+    if duplicates := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
+        problems.append(f"has column {duplicates[0]} more than once; drop one of them")
+    others = [name for name in names if name not in ("subset_id", "row_id")]
+    for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
+        close = difflib.get_close_matches(name, others, 1)
+        if name not in names and close:
+            problems.append(f"column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
+    if problems:
+        raise SubsetError(f"{location}: {'; '.join(problems)}")
     subsets = _read_subset_rows(table, location, names, row_index_of)
     return in_blocks(subsets, row_index_of.n_rows, block)
 
@@ -141,31 +160,6 @@ def write_subsets(
             if weights:
                 columns.append(pa.array(matrix.data))
             writer.write(pa.table(columns, schema=schema))
-
-
-def _validate_columns(source: Path | pa.Table, location: str, corpus: str | None) -> list[str]:
-    """Return the column names; raise SubsetError if it is not a subset table, or of another corpus."""
-    if isinstance(source, pa.Table):
-        schema = source.schema
-    else:
-        with readable_table(source, SubsetError, EXPECTED_TABLE):
-            schema = pq.read_schema(source)
-    names, origin = list(schema.names), (schema.metadata or {}).get(CORPUS_KEY.encode(), b"").decode(errors="replace")
-    problems = []
-    if corpus and origin and origin != corpus:
-        problems.append(f"was made from corpus {origin!r}, the artifact has {corpus!r}; create it from this artifact")
-    if "row_id" not in names:
-        problems.append(f"has columns {names}, lacks ['row_id']; expected row_id[, subset_id, weight]")
-    if duplicates := [name for name in ("subset_id", "row_id", "weight") if names.count(name) > 1]:
-        problems.append(f"has column {duplicates[0]} more than once; drop one of them")
-    others = [name for name in names if name not in ("subset_id", "row_id")]
-    for name, meaning in (("subset_id", "names of subsets"), ("weight", "weights")):
-        close = difflib.get_close_matches(name, others, 1)
-        if name not in names and close:
-            problems.append(f"column {close[0]!r} looks like {meaning}; rename it to {name!r} or drop it")
-    if problems:
-        raise SubsetError(f"{location}: {'; '.join(problems)}")
-    return names
 
 
 def _entries(source: Path | pa.Table, location: str, names: list[str]) -> Iterator[pa.RecordBatch]:

@@ -262,17 +262,6 @@ def _slope(prediction_S: F64, outcome_S: F64) -> float:
     return float(np.mean((prediction_S - prediction_S.mean()) * outcome_S)) / variance if variance else 0.0
 
 
-def _held_out_slope(mean_SG: F64, prior_SG: F64, count_G: I64) -> float:
-    """Return g (or g'): the mean slope of each group on the prediction from the others; 1 for a single group."""
-    if len(count_G) < 2:
-        return 1.0
-    slopes = [
-        _slope(_mean_of_groups(prior_SG, count_G, included_G), _mean_of_groups(mean_SG, count_G, ~included_G))
-        for included_G in ~np.eye(len(count_G), dtype=np.bool_)  # all groups but one
-    ]
-    return max(0.0, float(np.mean(slopes)))
-
-
 def _predict_rows(
     tasks: Sequence[_Task], texts: Texts, labels: Sequence[I32], fold_N: I64, sample: I64
 ) -> tuple[F32, list[_Task]]:
@@ -293,11 +282,16 @@ def _predict_rows(
     for x_SV, solve in regressions:  # on text, and then on labels: the rest b - g f
         residual_SJ = mean_SJ - prior_SJ
         model = _CrossFit.fit(x_SV, residual_SJ, fold_N[sample], share_JT, solve)
-        slopes = [
-            _held_out_slope(residual_SJ[:, task_J == t], model.prediction_SJ[:, task_J == t], task.count_G)
-            for t, task in enumerate(tasks)
-        ]
-        model = replace(model, slope_T=np.array(slopes))
+        slope_T = np.ones(len(tasks))  # g, and then g': the mean slope of each group on the prediction from the others
+        for t, task in enumerate(tasks):
+            if len(task.count_G) > 1:
+                mean_SG, prior_SG = residual_SJ[:, task_J == t], model.prediction_SJ[:, task_J == t]
+                slopes = [
+                    _slope(_mean_of_groups(prior_SG, task.count_G, g), _mean_of_groups(mean_SG, task.count_G, ~g))
+                    for g in ~np.eye(len(task.count_G), dtype=np.bool_)  # all groups but one
+                ]
+                slope_T[t] = max(0.0, float(np.mean(slopes)))
+        model = replace(model, slope_T=slope_T)
         prior_SJ += model.slope_T[task_J] * model.prediction_SJ
         models.append(model)
     prior_NT = np.zeros((len(fold_N), len(tasks)), dtype=np.float32)

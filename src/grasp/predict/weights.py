@@ -276,13 +276,6 @@ def mask_of(row_index: I64, n_rows: int) -> Bool:
     return mask_N
 
 
-def sort_by_slice(codes_N: NDArray[np.integer], n_slices: int) -> tuple[I64, I64]:
-    """Return row positions sorted by slice, (N,), and the number of rows of each slice, (G,)."""
-    # numpy sorts 16-bit integers by radix sort, larger ones by timsort
-    sort_keys_N = codes_N.astype(np.int16) if n_slices < 1 << 15 else codes_N
-    return np.argsort(sort_keys_N, kind="stable"), np.bincount(codes_N, minlength=n_slices)
-
-
 class RowSums:
     """Weighted sums W @ X of row values X, (N, C), over subsets; values of up to IN_MEMORY_BYTES are kept in memory.
 

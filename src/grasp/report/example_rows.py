@@ -23,7 +23,7 @@ from grasp.inspect.explanation import MIN_NUMBERED_SHARE, by_word
 from grasp.predict.predictor import Predictor, UnitSelection
 from grasp.predict.scoring_rule import ScoringProtocol
 from grasp.predict.slices import LabelSlices
-from grasp.predict.weights import mask_of, sort_by_slice
+from grasp.predict.weights import mask_of
 from grasp.progress import Progress
 from grasp.text import printable, visible
 
@@ -131,8 +131,10 @@ def _questions(artifact: ArtifactReader, predictor: Predictor, rows_L: I64) -> t
 
 def _top_of_each_slice(slices: LabelSlices, values_L: F32, rows_L: I64, count: int) -> I64:
     """Return the `count` rows with the highest values of every slice, in descending order."""
-    order_L, rows_G = sort_by_slice(slices.codes_N[rows_L], len(slices.slices))
-    groups = np.split(order_L, np.cumsum(rows_G)[:-1])
+    codes_L, n_slices = slices.codes_N[rows_L], len(slices.slices)
+    # numpy sorts 16-bit integers by radix sort, larger ones by timsort
+    order_L = np.argsort(codes_L.astype(np.int16) if n_slices < 1 << 15 else codes_L, kind="stable")
+    groups = np.split(order_L, np.cumsum(np.bincount(codes_L, minlength=n_slices))[:-1])
     top = [group[ranked(values_L[group], count=count)] for group in groups]
     return np.asarray(rows_L[np.concatenate(top)])
 

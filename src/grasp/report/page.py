@@ -183,21 +183,17 @@ def _commands(findings: Findings) -> View:
         family = f"mixture:{findings.labels[0].slices.label}" if findings.labels else "uniform:0.5"
         line = f"grasp retrain --like {art} --family {shlex.quote(family)} --out runs"
         actions.append(("Retrain on subsets to validate the predictions", line))
-    return {
-        "keep_command": plain(f"grasp select {art} --target {target}{_select_options(findings)} --export kept", 4_000),
-        "commands": [plain(line, 4_000) for line in reproduce],
-        "actions": [(description, plain(line, 4_000)) for description, line in actions],
-    }
-
-
-def _select_options(findings: Findings) -> str:
-    """Return the options of `grasp select` with which the selection of the page was made."""
+    # the options of the selection of the page
     names = "budget", "train_tokens", "by", "floor", "cap", "exclude_where", "drop_leaks", "cautious"
     options = {key: findings.selection.params.get(key) for key in names} | {"protocol": findings.selection_protocol}
-    if findings.runs is not None and findings.selection.runs_unit:
-        options["runs"] = findings.runs.path
+    if runs_record is not None and findings.selection.runs_unit:
+        options["runs"] = runs_record.path
     words: list[str] = []
     for key, value in options.items():
         for part in value if isinstance(value, list) else [value]:
             words += [f"--{key.replace('_', '-')}"] * bool(part) + [f"{part}"] * bool(part and part is not True)
-    return " " + shlex.join(words)
+    return {
+        "keep_command": plain(f"grasp select {art} --target {target} {shlex.join(words)} --export kept", 4_000),
+        "commands": [plain(line, 4_000) for line in reproduce],
+        "actions": [(description, plain(line, 4_000)) for description, line in actions],
+    }

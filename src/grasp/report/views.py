@@ -119,7 +119,12 @@ def decision(findings: Findings, targets: Sequence[str]) -> View:
         sign_GT, by_relevance = label.signs(range(len(targets)))
         part = label.by_relevance if by_relevance else label.contribution
         view["label"] = compared[0]
-        view |= _named_slices(label, sign_GT @ weights_T, part.value_GT @ weights_T)
+        # weight of the targets that a slice helps minus that of those that it hurts, and its weighted contribution
+        votes_G, value_G = sign_GT @ weights_T, part.value_GT @ weights_T
+        order = np.argsort(-value_G, kind="stable").tolist()
+        keep = [label.names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0]
+        view["keep"] = keep[:MAX_SLICES_NAMED]
+        view["harmful"] = [label.names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]
     return view
 
 
@@ -153,18 +158,6 @@ def _expected(changes: Sequence[TargetChange], weights_T: F64, summary: Selectio
             ends = interval(value - error, value + error, 2)
             views.append({"value": signed(value, 2), "unit": shown_unit, "interval": ends, "kind": kind})
     return views
-
-
-def _named_slices(label: LabelFindings, votes_G: F64, value_G: F64) -> View:
-    """Return the slices to keep and the most harmful slice; only slices with significant effects are named.
-
-    Args:
-        votes_G: weight of the targets that the slice helps minus that of those that it hurts.
-        value_G: weighted contribution.
-    """
-    order = np.argsort(-value_G, kind="stable").tolist()
-    keep = [label.names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0][:MAX_SLICES_NAMED]
-    return {"keep": keep, "harmful": [label.names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]}
 
 
 def answers(findings: Findings, targets: Sequence[str]) -> list[View]:
@@ -345,27 +338,23 @@ def optimized(title: str, summary: SelectionSummary | MixtureSummary) -> View:
         }
         for guard in (summary.guards if isinstance(summary, MixtureSummary) else ())
     ]
+    targets: list[View] = []  # the change expected on other questions, the change, and the change by runs
+    for change in summary.targets:
+        row: View = {"name": name(change.target), "weight": f"{change.weight:.0%}", "change": signed(change.change)}
+        for column, digits in (("expected", 3), ("nats", 4)):
+            value, low, high = (getattr(change, column + end) for end in ("", "_low", "_high"))
+            ends = f"[{signed(low, digits)}, {signed(high, digits)}]"
+            row[column] = None if value is None else {"value": signed(value, digits), "interval": ends}
+        targets.append(row)
     return {
         "title": title,
         "head": plain(f"{summary.headline}; value {signed(summary.value)}, protocol {summary.protocol['name']}.", 400),
-        **_changes(summary.targets, summary.scale),
+        "targets": targets,
+        **{column: any(row[column] for row in targets) for column in ("expected", "nats")},
+        "scale": plain(summary.scale),
         "confidence": f"{CONFIDENCE:.0%}",
         "label": label,
         "lines": [[value, f"{now:.1%}", f"{then:.1%}"] for value, now, then in lines],
         "guards": guards,
         "notes": [plain(note) for note in summary.notes],
     }
-
-
-def _changes(targets: Sequence[TargetChange], scale: str) -> View:
-    """Return one table row per target: the change expected on other questions, the change, and the change by runs."""
-    lines: list[View] = []
-    for part in targets:
-        line: View = {"name": name(part.target), "weight": f"{part.weight:.0%}", "change": signed(part.change)}
-        for column, digits in (("expected", 3), ("nats", 4)):
-            value, low, high = (getattr(part, column + end) for end in ("", "_low", "_high"))
-            ends = f"[{signed(low, digits)}, {signed(high, digits)}]"
-            line[column] = None if value is None else {"value": signed(value, digits), "interval": ends}
-        lines.append(line)
-    has = {column: any(line[column] for line in lines) for column in ("expected", "nats")}
-    return {"targets": lines, **has, "scale": plain(scale)}

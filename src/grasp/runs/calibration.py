@@ -341,7 +341,20 @@ def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingR
             "can test them"
         )
     alignment = Alignment.from_runs(training_runs, artifact)
-    targets = _development_targets(alignment, predictor.units.targets)
+    requested, run_name_of = predictor.units.targets, alignment.run_targets
+    # the name in the runs of each common target that is not held out, by its name in the artifact
+    targets = {name: run_name for name, run_name in run_name_of.items() if training_runs.role_of(run_name) == "dev"}
+    common = {name: run_name for name, run_name in run_name_of.items() if name in requested}
+    if not common:
+        raise RunsError(
+            f"{training_runs.path}: has targets {list(training_runs.targets)}, requested are {list(requested)}; none "
+            "is in both"
+        )
+    if not common.keys() & targets:
+        raise ProtocolLeakError(
+            f"{training_runs.path}: intervals were requested for {list(common.values())}, which are held out; they are "
+            "fitted to development targets only"
+        )
     utility_RST = training_runs.task_utilities(list(targets.values()))
     varies_T = varies(utility_RST)
     metrics = {name: training_runs.metric_of_target.get(run_name, f"{name}/loss") for name, run_name in targets.items()}
@@ -375,23 +388,6 @@ def fit_outcomes(predictor: Predictor, artifact: ArtifactReader, runs: TrainingR
         runs=features,
         utility_RST=utility_RST,
     )
-
-
-def _development_targets(alignment: Alignment, requested: Sequence[str]) -> dict[str, str]:
-    """Return the name in the runs of each common target that is not held out, by its name in the artifact."""
-    runs = alignment.runs
-    common = {name: run_name for name, run_name in alignment.run_targets.items() if name in requested}
-    if not common:
-        raise RunsError(
-            f"{runs.path}: has targets {list(runs.targets)}, requested are {list(requested)}; none is in both"
-        )
-    targets = {name: run_name for name, run_name in alignment.run_targets.items() if runs.role_of(run_name) == "dev"}
-    if not common.keys() & targets:
-        raise ProtocolLeakError(
-            f"{runs.path}: intervals were requested for {list(common.values())}, which are held out; they are "
-            "fitted to development targets only"
-        )
-    return targets
 
 
 def _fit_notes(

@@ -43,7 +43,18 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> Trai
     table = open_runs(runs)
     if not isinstance(table, RunTable) or table.blocks:
         return table
-    metric_of_target = _match_metrics(table, artifact)
+    # the metric of each target that has one: `sciq` or `sciq/...`, preferably one that varies, and a loss
+    metric_of_target: dict[str, str] = {}
+    constant = table.constant_metrics()
+    for target in artifact.targets:
+        if names := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
+            names.sort(key=lambda name: (name in constant, metric_kind(name.removeprefix(target)) != LOSS))
+            metric_of_target[target] = names[0]
+    if not metric_of_target:
+        raise RunsError(
+            f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
+            f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
+        )
     utility_RST = table.utility_RST()[:, :, [table.metrics.index(metric) for metric in metric_of_target.values()]]
     blocks, subset_notes = row_weights(table, artifact)
     loss_on = artifact.manifest.settings.get("targets", {}).get("loss_on", "completion")
@@ -85,22 +96,6 @@ def bind_runs(artifact: ArtifactReader, runs: TrainingRuns | Path | str) -> Trai
         measurement=(f"{metrics} (above 0 is better)", f"by the {len(table)} runs of {table.name}"),
         blocks=tuple(blocks),
     )
-
-
-def _match_metrics(table: RunTable, artifact: ArtifactReader) -> dict[str, str]:
-    """Return the metric of each target that has one: `sciq` or `sciq/...`, preferably one that varies, and a loss."""
-    metric_of_target: dict[str, str] = {}
-    constant = table.constant_metrics()
-    for target in artifact.targets:
-        if metrics := [name for name in table.metrics if name == target or name.startswith(f"{target}/")]:
-            metrics.sort(key=lambda name: (name in constant, metric_kind(name.removeprefix(target)) != LOSS))
-            metric_of_target[target] = metrics[0]
-    if not metric_of_target:
-        raise RunsError(
-            f"{table.name}: has metrics {', '.join(table.metrics[:MAX_LISTED])}, the artifact has targets "
-            f"{', '.join(artifact.targets)}; a metric must be named after its target, e.g. sciq or sciq/acc"
-        )
-    return metric_of_target
 
 
 def row_weights(runs: RunTable, artifact: ArtifactReader) -> tuple[list[SubsetBlock], list[str]]:

@@ -335,10 +335,20 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
     Returns:
         Indices of the selected items, best first.
     """
-    if constraints.has_label_constraints:
-        return (_take_with_reserves if constraints.costs_differ else _take_by_counts)(order_P, constraints)
     if not constraints.costs_differ:
-        return order_P[: constraints.budget]
+        if not constraints.has_label_constraints:
+            return order_P[: constraints.budget]
+        # the best of each label value up to its floor, then the best others up to the caps
+        codes_P = constraints.codes_M[order_P]
+        by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
+        rank_P = np.empty(len(codes_P), dtype=np.int64)  # number of better items with the same label value
+        rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
+        selected_P = rank_P < constraints.floor_G[codes_P]
+        free = np.flatnonzero(~selected_P & (rank_P < constraints.cap_G[codes_P]))
+        selected_P[free[: constraints.budget - int(selected_P.sum())]] = True
+        return np.asarray(order_P[selected_P])
+    if constraints.has_label_constraints:
+        return _take_with_reserves(order_P, constraints)
     # append runs of consecutive items that fit, and skip items that do not
     cost_P = constraints.cost_M[order_P]
     segments = [order_P[:0]]
@@ -351,18 +361,6 @@ def take_within_budget(order_P: I64, constraints: Constraints) -> I64:
         remaining -= int(total_cost[stop - start - 1])
         start = stop
     return np.concatenate(segments)
-
-
-def _take_by_counts(order_P: I64, constraints: Constraints) -> I64:
-    """Select items that cost 1: the best of each label value up to its floor, then the best others up to the caps."""
-    codes_P = constraints.codes_M[order_P]
-    by_code, counts = np.argsort(codes_P, kind="stable"), np.bincount(codes_P)
-    rank_P = np.empty(len(codes_P), dtype=np.int64)  # number of better items with the same label value
-    rank_P[by_code] = np.arange(len(codes_P)) - np.repeat(np.cumsum(counts) - counts, counts)
-    selected_P = rank_P < constraints.floor_G[codes_P]
-    free = np.flatnonzero(~selected_P & (rank_P < constraints.cap_G[codes_P]))
-    selected_P[free[: constraints.budget - int(selected_P.sum())]] = True
-    return np.asarray(order_P[selected_P])
 
 
 def _take_with_reserves(order_P: I64, constraints: Constraints) -> I64:

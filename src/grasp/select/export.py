@@ -146,7 +146,11 @@ class Exporter:
         written = write_corpus(out, self.format, "documents", records, documents.tokens, provenance, self.shard_size)
         note = ""
         if self.corpus.fields is not None and self.corpus.fields.origin:
-            note = _entry_note(self.corpus.fields.origin, out)
+            # how the trainer of a dataset entry reads the files
+            origin, files = self.corpus.fields.origin, sorted(out.glob("part-*"))
+            field = "file_name" if origin.startswith("LLaMA-Factory") else "path"
+            several = f" (one entry for each of the {len(files)} files)" if len(files) > 1 else ""
+            note = f"; to train on it, copy the {origin} with {field}: {files[0] if files else out}{several}"
         difference = documents.tokens / selection.n_tokens - 1
         if rule is not None and not left_out and abs(difference) > TOKENS_TOLERANCE:
             more = "more" if difference > 0 else "fewer"
@@ -406,11 +410,3 @@ def iter_records(corpus: CorpusSettings, mask_M: Bool) -> Iterator[Item]:
         if in_chunk_M.any():
             # converted first: Arrow cannot filter view types
             yield to_readable_table(chunk.batch.slice(0, len(in_chunk_M))).filter(pa.array(in_chunk_M))
-
-
-def _entry_note(origin: str, out: Path) -> str:
-    """Return how the trainer of a dataset entry reads the files of an export."""
-    files = sorted(out.glob("part-*"))
-    field = "file_name" if origin.startswith("LLaMA-Factory") else "path"
-    several = f" (one entry for each of the {len(files)} files)" if len(files) > 1 else ""
-    return f"; to train on it, copy the {origin} with {field}: {files[0] if files else out}{several}"

@@ -71,8 +71,25 @@ _IMPLIED_FEATURES = {"Value", "List", "LargeList", "Sequence", "Json"}  # by Arr
 
 def table_of_records(records: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Return JSON records as a table."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return pa.table({name: _infer_column([record.get(name) for record in records]) for name in names})
+    columns: dict[str, pa.Array] = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        if not any(isinstance(value, list | dict) for value in values):
+            kind = kind_of_all(values)
+            columns[name] = pa.nulls(len(values)) if kind == "null" else column_of(values, kind)
+            continue
+        try:
+            column = pa.array(values)
+        except (pa.ArrowException, OverflowError):
+            columns[name] = _json_column(values)
+            continue
+        is_lossless = all(  # Arrow turns [1, 0.5] into [1.0, 0.5], and adds members that a record lacks
+            value is None or json_text(part.as_py(), indent=None) == json_text(value, indent=None)
+            for part, value in zip(column, values, strict=True)
+        )
+        is_kept = is_lossless and _readable_type(column.type) == column.type
+        columns[name] = column if is_kept else _json_column(values)
+    return pa.table(columns)
 
 
 def to_readable_table(table: pa.Table | pa.RecordBatch) -> pa.Table:
@@ -142,22 +159,6 @@ def unify_schemas(files: Sequence[Path]) -> None:
                 ]
                 writer.write_table(pa.table(columns, schema=target))
         os.replace(part, file)
-
-
-def _infer_column(values: Sequence[Any]) -> pa.Array:
-    """Return JSON values as a column: of scalars, of an inferred nested type that preserves them, or of JSON."""
-    if not any(isinstance(value, list | dict) for value in values):
-        kind = kind_of_all(values)
-        return pa.nulls(len(values)) if kind == "null" else column_of(values, kind)
-    try:
-        column = pa.array(values)
-    except (pa.ArrowException, OverflowError):
-        return _json_column(values)
-    is_lossless = all(  # Arrow turns [1, 0.5] into [1.0, 0.5], and adds members that a record lacks
-        value is None or json_text(part.as_py(), indent=None) == json_text(value, indent=None)
-        for part, value in zip(column, values, strict=True)
-    )
-    return column if is_lossless and _readable_type(column.type) == column.type else _json_column(values)
 
 
 def _json_column(values: Sequence[Any]) -> pa.Array:

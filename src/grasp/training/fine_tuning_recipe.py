@@ -142,12 +142,22 @@ class FineTuningRecipe(Settings):
             SettingsError: the warm-up is as long as the training run.
         """
         steps = self.steps(n_rows)
+        if self.lr_scheduler_type == "constant":  # Transformers ignores the warm-up of this schedule
+            warmup_steps = 0
+        elif self.warmup_steps >= 1:
+            warmup_steps = int(self.warmup_steps)
+        elif not self.joined_epochs:  # a share of all steps, in newer versions of Transformers also `warmup_steps`
+            warmup_steps = math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
+        elif self.warmup_ratio is not None:
+            warmup_steps = int(steps * self.warmup_ratio)
+        else:
+            warmup_steps = min(int(steps * JOINED_WARMUP_RATIO), JOINED_MAX_WARMUP_STEPS)
         data = {
             "steps": steps,
             "batch_rows": self.batch_rows,
             "micro_rows": self.per_device_train_batch_size if self.gradient_accumulation_steps > 1 else None,
             "learning_rate": self.learning_rate,
-            "warmup_steps": self._warmup_steps(steps),
+            "warmup_steps": 2 if self.joined_epochs and warmup_steps == 1 else warmup_steps,
             "warmup_from_zero": True,
             "schedule": SCHEDULES[self.lr_scheduler_type],
             "betas": (self.adam_beta1, self.adam_beta2),
@@ -156,20 +166,6 @@ class FineTuningRecipe(Settings):
             "clip_norm": self.max_grad_norm or None,
         }
         return validated(OptimizerRecipe, data, "recipe")
-
-    def _warmup_steps(self, steps: int) -> int:
-        """Return the number of warm-up steps of a training of `steps` steps."""
-        if self.lr_scheduler_type == "constant":  # Transformers ignores the warm-up of this schedule
-            return 0
-        if self.warmup_steps >= 1:
-            count = int(self.warmup_steps)
-        elif not self.joined_epochs:  # a share of all steps, in newer versions of Transformers also `warmup_steps`
-            return math.ceil(steps * (self.warmup_steps or self.warmup_ratio or 0.0))
-        elif self.warmup_ratio is not None:
-            count = int(steps * self.warmup_ratio)
-        else:
-            count = min(int(steps * JOINED_WARMUP_RATIO), JOINED_MAX_WARMUP_STEPS)
-        return 2 if self.joined_epochs and count == 1 else count
 
     def order(self, n_rows: int, seed: int) -> list[I64]:
         """Return the rows of every step: each epoch is a new permutation, split into batches."""

@@ -238,8 +238,19 @@ class _Replay:
         self.segments = [segment for segment in trajectory.segments if segment[1] > settings.first_step]
         store = None
         if trajectory.directory is not None:
+            digest = hashlib.blake2b(digest_size=16)
+            for target in self.targets:
+                for arrays in target.batches:
+                    for array in arrays:
+                        digest.update(array.tobytes())
+                digest.update(target.answers.scale_A.tobytes() + b"|")
             store = Store(trajectory.directory / "backward", BACKWARD)
-            store.begin(self._identity(), replace=True)
+            identity = {
+                "settings": settings.model_dump(mode="json"),
+                "targets": digest.hexdigest(),
+                "trajectory": trajectory.identity,
+            }
+            store.begin(identity, replace=True)
         self.progress_sets = TensorSets("before", store)  # adjoints and results before the first step of a segment
         self.adjoints: list[Adjoint] = []
         batch_rows, n_targets = max(len(index_B) for index_B in trajectory.order), len(targets)
@@ -251,19 +262,6 @@ class _Replay:
             "root": np.zeros(1),
         }
 
-    def _identity(self) -> dict[str, Any]:
-        digest = hashlib.blake2b(digest_size=16)
-        for target_batches in self.targets:
-            for index_B, ids_BL, weight_BL in target_batches.batches:
-                for array in (index_B, ids_BL, weight_BL):
-                    digest.update(array.tobytes())
-            digest.update(target_batches.answers.scale_A.tobytes() + b"|")
-        return {
-            "settings": self.settings.model_dump(mode="json"),
-            "targets": digest.hexdigest(),
-            "trajectory": self.trajectory.identity,
-        }
-
     def run(self, progress: Callable[[int], None] | None) -> Metagradient:
         """Replay all segments that are not finished, in reverse order."""
         finished = [k for k, (first, _) in enumerate(self.segments) if first in self.progress_sets]
@@ -272,13 +270,23 @@ class _Replay:
             self._resume(self.segments[n_left][0])
         else:
             self._begin()
-        for segment in reversed(self.segments[:n_left]):
-            for step in self.trajectory.backward_through(segment):
+        for first, end in reversed(self.segments[:n_left]):
+            for step in self.trajectory.backward_through((first, end)):
                 if step.step >= self.settings.first_step:
                     self._differentiate_step(step)
                 if progress is not None:
                     progress(step.step)
-            self._store_progress(*segment)
+            if self.trajectory.directory is None:
+                continue
+            # adjoints and results after this segment replace those after the segment before
+            tensors = {f"results.{key}": torch.from_numpy(value) for key, value in self.results.items()}
+            for t, adjoint in enumerate(self.adjoints):
+                for field in fields(adjoint):
+                    for k, tensor in enumerate(getattr(adjoint, field.name)):
+                        tensors[f"{t}.{field.name}.{k}"] = tensor
+            self.progress_sets.put(first, tensors)
+            if end in self.progress_sets:
+                self.progress_sets.drop(end)
         results, order = self.results, self.trajectory.order
         order_KB = np.full(results["drawn"].shape[:2], -1, dtype=np.int64)
         for k, index_B in enumerate(order):
@@ -362,19 +370,6 @@ class _Replay:
         return direction
 
     # --------------------------------------------------------------------------------------------------------- storage
-
-    def _store_progress(self, first: int, end: int) -> None:
-        """Store adjoints and results after a segment, which replace those after the segment before."""
-        if self.trajectory.directory is None:
-            return
-        tensors = {f"results.{key}": torch.from_numpy(value) for key, value in self.results.items()}
-        for t, adjoint in enumerate(self.adjoints):
-            for field in fields(adjoint):
-                for k, tensor in enumerate(getattr(adjoint, field.name)):
-                    tensors[f"{t}.{field.name}.{k}"] = tensor
-        self.progress_sets.put(first, tensors)
-        if end in self.progress_sets:
-            self.progress_sets.drop(end)
 
     def _resume(self, first: int) -> None:
         """Restore adjoints and results before the first step of a segment."""

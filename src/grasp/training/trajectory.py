@@ -163,8 +163,16 @@ class Trajectory:
         self.directory = directory
         needed = self.size.segment_bytes + (self.size.start_bytes if directory is None else 0)
         assert directory is not None or needed <= memory_bytes
+        digest = hashlib.blake2b(self.weight_N.tobytes(), digest_size=16)
+        for index_B in self.order:
+            digest.update(index_B.tobytes() + b"|")
+        self.identity: dict[str, Any] = {  # what determines the training run, as JSON data
+            "recipe": training.recipe.model_dump(mode="json"),
+            "weights": weights_fingerprint(training.model, b""),
+            "rows": rows.fingerprint,
+            "order": digest.hexdigest(),
+        }
         store = None
-        self.identity = self._identity()
         if directory is not None:
             store = Store(directory, STATES)
             store.begin(self.identity)
@@ -172,19 +180,6 @@ class Trajectory:
         self._step_states = TensorSets("step", store if needed > memory_bytes else None)
         if 0 not in self._segment_states:
             self._store_state(0, [])
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what determines the training run, as JSON data."""
-        order = hashlib.blake2b(self.weight_N.tobytes(), digest_size=16)
-        for index_B in self.order:
-            order.update(index_B.tobytes())
-            order.update(b"|")
-        return {
-            "recipe": self.training.recipe.model_dump(mode="json"),
-            "weights": weights_fingerprint(self.training.model, b""),
-            "rows": self.rows.fingerprint,
-            "order": order.hexdigest(),
-        }
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
