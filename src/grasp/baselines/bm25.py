@@ -133,13 +133,6 @@ def query_text(unit: Unit) -> str:
     return unit.prompt + unit.completion
 
 
-def texts_by_target(units: Sequence[Unit]) -> tuple[list[list[str]], I64]:
-    """Return the texts of the units of each target, and the index of each unit's target, (E,)."""
-    targets, target_E = np.unique([unit.target for unit in units], return_inverse=True)
-    texts = [[query_text(units[int(e)]) for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
-    return texts, np.asarray(target_E)
-
-
 def top_rows(score_N: NDArray[np.floating[Any]], n_top: int) -> I64:
     """Return the `n_top` rows with the highest scores, in corpus order; ties go to the first row."""
     if n_top == len(score_N):

@@ -10,12 +10,8 @@ import numpy as np
 
 from grasp.arrays import F32, I32, I64, Bool
 from grasp.errors import ModelError
-from grasp.methods.contract import MethodInputs
 from grasp.models.causal_lm import ReferenceModel, pad_rows
 from grasp.models.forward_pass import position_mask
-
-# Positions of a sequence: the first one, with all after it; or a mask of the labelled tokens.
-First = int | Bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +23,7 @@ class HiddenStates:
     sequence_P: I64  # index of the sequence
 
 
-def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[First]) -> HiddenStates:
+def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[int | Bool]) -> HiddenStates:
     """Return hidden states at the positions of each sequence that predict a token.
 
     Args:
@@ -54,10 +50,3 @@ def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[F
         )
     order_P = np.argsort(sequence_P, kind="stable")
     return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
-
-
-def row_sequences(inputs: MethodInputs, start: int, stop: int) -> tuple[list[I32], list[First]]:
-    """Return the tokens of rows [start, stop), and their first positions or masks, as `hidden_at` takes them."""
-    rows = inputs.rows(start, stop)
-    masks = [rows.mask(i) for i in range(len(rows))]
-    return [rows.ids(i) for i in range(len(rows))], [0 if mask is None else mask for mask in masks]

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from safetensors.numpy import load_file
 
 from grasp.arrays import F32, F64, Bool
-from grasp.baselines.hidden import hidden_at, row_sequences
+from grasp.baselines.hidden import hidden_at
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
 from grasp.errors import SettingsError, ShapeError
 from grasp.methods.contract import Account, MethodInputs, Scores
@@ -163,7 +163,10 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
         at_once = max(n_nearest, PAIRS_AT_ONCE // len(unit_S))
         inputs.progress.stage("nearest positions", rows=inputs.n_rows - first, tokens=None)
         for start, stop in inputs.blocks(first):
-            states = hidden_at(inputs.model, *row_sequences(inputs, start, stop))
+            rows = inputs.rows(start, stop)
+            masks = [rows.mask(i) for i in range(len(rows))]
+            firsts = [0 if mask is None else mask for mask in masks]
+            states = hidden_at(inputs.model, [rows.ids(i) for i in range(len(rows))], firsts)
             first_n = np.searchsorted(states.sequence_P, np.arange(stop - start))
             offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
             position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P

@@ -127,7 +127,9 @@ class BlockMethod(RowMethod[S]):
             GraspError: a required input is missing. Finished blocks are preserved.
             SettingsError: another process is computing the same scores.
         """
-        directory = result_directory(cache, result_identity := identity(self, inputs))
+        result_identity = identity(self, inputs)
+        digest = hashlib.blake2b(json.dumps(result_identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+        directory = cache / f"{self.name}-{digest}"
         work = directory / WORK
         if not (directory / RECORD.name).exists() or work.exists():
             try:
@@ -147,12 +149,6 @@ class BlockMethod(RowMethod[S]):
             (k, np.asarray(scores[k : k + BLOCK_ROWS])) for k in range(0, len(scores), BLOCK_ROWS)
         ]  # not yet read
         return MethodScores(blocks, scores.shape, record.account, record.seconds)
-
-
-def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
-    """Return the directory of a result, named after the digest of its `identity`."""
-    text = json.dumps(result_identity, sort_keys=True)
-    return cache / f"{result_identity['method']}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
