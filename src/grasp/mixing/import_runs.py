@@ -327,7 +327,13 @@ class _WideTable:
             [count_text(sizes[r]) if isinstance(sizes[r], int | float) else sizes[r] for r in chosen_R],
         ]
         for name in ("params", "tokens"):
-            counts = _counts(self.metadata[name])
+            numbers = float_column(self.metadata[name])
+            if numbers is None:  # such as `1.2B`
+                numbers = np.zeros(len(self.runs))
+                for i, cell in enumerate(self.metadata[name].to_pylist()):
+                    with suppress(SettingsError):
+                        numbers[i] = parse_tokens(str(cell))
+            counts = [count if MIN_COUNT <= count < np.inf else None for count in numbers.tolist()]
             if any(count is not None for count in counts):
                 notes.append(f"{name} of the runs: from the column {self.metadata_columns[name]!r}")
             fields_of_run.append([counts[r] for r in chosen_R])
@@ -338,17 +344,6 @@ class _WideTable:
         ]
         columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[chosen_R].ravel()]
         return pa.table(columns, RESULTS_SCHEMA), [self.runs[r] for r in np.flatnonzero(is_failed_R)]
-
-
-def _counts(column: pa.ChunkedArray) -> list[float | None]:
-    """Return numbers of parameters or tokens, such as 1.2e9 or `1.2B`; None where a cell is none, such as 0.9."""
-    numbers = float_column(column)
-    if numbers is None:
-        numbers = np.zeros(len(column))
-        for r, cell in enumerate(column.to_pylist()):
-            with suppress(SettingsError):
-                numbers[r] = parse_tokens(str(cell))
-    return [count if MIN_COUNT <= count < np.inf else None for count in numbers.tolist()]
 
 
 def _parse_seed(value: Any, location: str) -> int:

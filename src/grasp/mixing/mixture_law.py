@@ -119,12 +119,22 @@ class MixtureLaw:
         Cost: linear in metrics, settings and folds; 13 metrics of 64 runs take a second.
         """
         n_runs, n_metrics = utility_RT.shape
-        scale_RX, mixture_R, settings = np.empty((n_runs, 0)), np.arange(n_runs), SETTINGS
-        if log_scale_RX is not None:
-            scale_RX, settings = log_scale_RX - log_scale_RX.mean(axis=0), SCALED_SETTINGS
+        mixture_R, settings, has_scales = np.arange(n_runs), SETTINGS, log_scale_RX is not None
+        log_scale_RX = np.empty((n_runs, 0)) if log_scale_RX is None else log_scale_RX
+        if has_scales:
+            settings = SCALED_SETTINGS
             mixture_R = np.unique(share_RG.round(EQUAL_DECIMALS), axis=0, return_inverse=True)[1].reshape(-1)
-        fold_R, largest_R = mixture_R % MAX_FOLDS, _largest(scale_RX)
-        growths = list(product(*map(_growths, scale_RX.T, GROWTH)))
+        centre_X, largest_X = log_scale_RX.mean(axis=0), log_scale_RX.max(axis=0)
+        next_X = np.where(log_scale_RX < largest_X, log_scale_RX, -np.inf).max(axis=0)
+        scale_RX, fold_R = log_scale_RX - centre_X, mixture_R % MAX_FOLDS
+        n_scales_X = np.array([len(np.unique(scale_R)) for scale_R in scale_RX.T])
+        # runs at the largest of enough sizes or lengths
+        largest_R = (log_scale_RX >= largest_X)[:, n_scales_X >= MIN_SCALES].any(axis=1)
+        growths_X = (
+            (0.0,) if n_scales == 1 else (default,) if n_scales < MIN_SCALES else GROWTHS
+            for n_scales, default in zip(n_scales_X, GROWTH, strict=False)
+        )
+        growths = list(product(*growths_X))
         fits = [
             [
                 _MetricFit.of(share_RG, utility_R, scale_RX, fold_R, *setting, np.array(growth))
@@ -145,7 +155,7 @@ class MixtureLaw:
         held_out_RT = held_out_TKR[np.arange(n_metrics), chosen_T].T
         mean_T = held_out_RT.mean(axis=0)
         variants: list[tuple[tuple[float, MetricLaw], ...]] = []
-        if log_scale_RX is not None:
+        if has_scales:
             folds, n_mixtures = np.unique(fold_R), len(np.unique(mixture_R))
             jackknife = (len(folds) - 1) / len(folds)
             for of_metric, error_K, k in zip(fits, error_TK, chosen_T, strict=True):
@@ -156,8 +166,9 @@ class MixtureLaw:
         law = cls(
             tuple(of_metric[k].law(every_R) for of_metric, k in zip(fits, chosen_T, strict=True)),
             tuple(variants),
-            np.empty(0) if log_scale_RX is None else log_scale_RX.mean(axis=0),
-            *_ends(np.empty((n_runs, 0)) if log_scale_RX is None else log_scale_RX),
+            centre_X,
+            largest_X,
+            largest_X - next_X,  # infinite if there is no other
             np.sqrt(extrapolation_TK[np.arange(n_metrics), chosen_T]),
             floor_T,
             mean_T,
@@ -284,24 +295,6 @@ def _utility(ceiling: float, power_BJ: F64, cost_BJ: F64, coefficient_J: F64) ->
     n_values = power_BJ.shape[1]
     z = np.maximum(power_BJ @ coefficient_J[:n_values], SMALLEST)
     return np.asarray(ceiling - 1.0 / z - cost_BJ @ coefficient_J[n_values:])
-
-
-def _growths(scale_R: F64, default: float) -> tuple[float, ...]:
-    n_different = len(np.unique(scale_R))
-    return (0.0,) if n_different == 1 else (default,) if n_different < MIN_SCALES else GROWTHS
-
-
-def _ends(log_scale_RX: F64) -> tuple[F64, F64]:
-    """Return the largest size and length, and the step to each from the next one; infinite if there is no other."""
-    largest_X = log_scale_RX.max(axis=0)
-    others_RX = np.where(log_scale_RX < largest_X, log_scale_RX, -np.inf)
-    return largest_X, largest_X - others_RX.max(axis=0)
-
-
-def _largest(scale_RX: F64) -> Bool:
-    """Return which runs have the largest of `MIN_SCALES` or more sizes or lengths."""
-    enough_X = np.array([len(np.unique(scale_R)) >= MIN_SCALES for scale_R in scale_RX.T], dtype=bool)
-    return np.asarray((scale_RX >= scale_RX.max(axis=0, initial=-np.inf))[:, enough_X].any(axis=1))
 
 
 def fit_process(
