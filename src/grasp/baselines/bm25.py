@@ -97,7 +97,15 @@ class Bm25(BlockMethod[Bm25Settings]):
         """Return the top rows of each unit in corpus order with their scores, (E, T); and the number of empty rows."""
         bm25s = require("bm25s", extra="baselines", feature="bm25")
         vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
-        rows = _RowWords.from_rows(inputs, vocabulary)
+        counts: list[int] = []
+        known: list[I32] = []
+        inputs.progress.stage("words of rows", rows=inputs.n_rows, tokens=None)
+        for start, stop in inputs.blocks():
+            for row in map(words, inputs.texts(start, stop)):
+                counts.append(len(row))
+                known.append(np.array([vocabulary[word] for word in row if word in vocabulary], dtype=np.int32))
+            inputs.progress.advance(stop - start, 0)
+        rows = _RowWords(np.array(counts, dtype=np.int32), known)
         index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method="lucene")
         index.index(bm25s.tokenization.Tokenized(rows, {"": FILLER} | vocabulary), show_progress=False)
         n_top = min(self.settings.top, len(rows))
@@ -149,19 +157,6 @@ class _RowWords:
 
     count_N: I32
     known: list[I32]
-
-    @classmethod
-    def from_rows(cls, inputs: MethodInputs, vocabulary: dict[str, int]) -> "_RowWords":
-        """Tokenize all rows."""
-        counts: list[int] = []
-        known: list[I32] = []
-        inputs.progress.stage("words of rows", rows=inputs.n_rows, tokens=None)
-        for start, stop in inputs.blocks():
-            for row in map(words, inputs.texts(start, stop)):
-                counts.append(len(row))
-                known.append(np.array([vocabulary[word] for word in row if word in vocabulary], dtype=np.int32))
-            inputs.progress.advance(stop - start, 0)
-        return cls(np.array(counts, dtype=np.int32), known)
 
     def __len__(self) -> int:
         return len(self.known)

@@ -175,7 +175,7 @@ def inner_products(
 
 
 def unit_groups(
-    blocks: Sequence[Block], units: Sequence[Example], memory_mb: int, *, whole: bool = False, copies: int = 1
+    blocks: Sequence[Block], units: Sequence[Example], memory_mb: int, *, whole: bool, copies: int = 1
 ) -> tuple[list[slice], bool]:
     """Return groups of units whose gradients fit in memory together, and whether all of the gradients are whole.
 
