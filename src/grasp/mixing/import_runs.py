@@ -186,9 +186,7 @@ def import_runs(
     return runs
 
 
-def read_mixtures(
-    source: Path | str | pa.Table, values: Sequence[str], measure: str = "tokens"
-) -> tuple[tuple[str, ...], F64]:
+def read_mixtures(source: Path | str | pa.Table, values: Sequence[str], measure: str) -> tuple[tuple[str, ...], F64]:
     """Read mixtures: their names, and their shares (B, G) of `values`.
 
     The table has one line per mixture and one column per value, and columns of zeros may be missing; or one line per
@@ -243,10 +241,8 @@ def read_mixtures(
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str], notes: list[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return what the weights are of (rows, shares or times), and a table of run, name and weight.
-
-    A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
-    """
+    """Return what the weights are of (rows, shares or times), and a table of run, name and weight."""
+    # a table in long form is recognized by its columns; otherwise there is one column of weights per label value
     names = {name.lower(): name for name in table.column_names}
     row_column = next((names[option] for option in ROW_COLUMNS if option in names), None)
     if row_column is not None:

@@ -135,13 +135,14 @@ class MixtureLaw:
             for n_scales, default in zip(n_scales_X, GROWTH, strict=False)
         )
         growths = list(product(*growths_X))
-        fits = [
-            [
-                _MetricFit.of(share_RG, utility_R, scale_RX, fold_R, *setting, np.array(growth))
-                for setting, growth in product(settings, growths)
-            ]
-            for utility_R in utility_RT.T
-        ]
+        fits: list[list[_MetricFit]] = [[] for _ in range(n_metrics)]  # by metric and setting
+        for (exponent, margin, penalty), growth in product(settings, growths):
+            growth_X = np.array(growth)
+            power_RJ, cost_RJ = _powers(share_RG, exponent), _costs(share_RG, scale_RX, growth_X)
+            for utility_R, of_metric in zip(utility_RT.T, fits, strict=True):
+                ceiling = float(utility_R.max() + margin * np.ptp(utility_R))
+                excess_R = ceiling - utility_R
+                of_metric.append(_MetricFit(exponent, ceiling, growth_X, penalty, power_RJ, cost_RJ, excess_R, fold_R))
         held_out_TKR = np.array([[fit.held_out() for fit in of_metric] for of_metric in fits])
         floor_T, variance_T1 = utility_RT.min(axis=0) - np.ptp(utility_RT, axis=0), utility_RT.var(axis=0)[:, None]
         held_out_TKR = np.maximum(held_out_TKR, floor_T[:, None, None])
@@ -221,22 +222,6 @@ class _MetricFit:
     cost_RJ: F64  # what d and e are multiplied by
     excess_R: F64  # u* - u
     fold_R: Integers
-
-    @classmethod
-    def of(
-        cls,
-        share_RG: F64,
-        utility_R: F64,
-        scale_RX: F64,
-        fold_R: Integers,
-        exponent: float,
-        margin: float,
-        penalty: float,
-        growth_X: F64,
-    ) -> Self:
-        ceiling = float(utility_R.max() + margin * np.ptp(utility_R))
-        power_RJ, cost_RJ = _powers(share_RG, exponent), _costs(share_RG, scale_RX, growth_X)
-        return cls(exponent, ceiling, growth_X, penalty, power_RJ, cost_RJ, ceiling - utility_R, fold_R)
 
     def law(self, fitted_R: Bool) -> MetricLaw:
         return MetricLaw(self.exponent, self.ceiling, self.growth_X, self.coefficients(fitted_R))
