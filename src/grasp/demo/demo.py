@@ -8,7 +8,6 @@ detected. Start with `make_demo`, then `print_answers`.
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
@@ -158,17 +157,13 @@ def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
         say("")
     else:
         runs_options = ("--runs", runs.path)
-        lines = [
-            (
-                record["target"],
-                number(record["task_rho"], 2),
-                _interval(record, "task_rho"),
-                number(record["task_ceiling"], 2),
-                _interval(record, "task_ceiling"),
-            )
-            for record in grasp.evaluate(art, runs).to_arrow().to_pylist()
-            if record["method"] == DEFAULT_PROTOCOL.name
-        ]
+        lines = []
+        for record in grasp.evaluate(art, runs).to_arrow().to_pylist():
+            if record["method"] == DEFAULT_PROTOCOL.name:
+                lines.append([record["target"]])
+                for metric in ("task_rho", "task_ceiling"):
+                    value, low, high = (number(record[metric + end], 2) for end in ("", "_low", "_high"))
+                    lines[-1] += [value, f"{low} to {high}"]
         say(text_table("", ("target", "rank correlation", "95 % interval", "ceiling", "95 % interval"), lines))
         say(
             "1 is the exact order, 0 is chance. Retraining is noisy: a perfect prediction would reach the noise "
@@ -206,7 +201,3 @@ def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
             text = ", ".join(f"{target} {signed(nats, 2)}" for target, nats in changes)
             say(f"  {'mixture' if 'mixture' in name else 'selection'}: {text}")
     say("")
-
-
-def _interval(record: dict[str, Any], metric: str) -> str:
-    return f"{number(record[f'{metric}_low'], 2)} to {number(record[f'{metric}_high'], 2)}"
