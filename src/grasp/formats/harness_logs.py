@@ -278,10 +278,7 @@ def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _Prediction | None:
-    """Return the most likely of the requests at `positions`, and whether the harness counted it as correct.
-
-    None: the record has no accuracy of 0 or 1, or no log-likelihoods.
-    """
+    """Return the prediction by the requests at `positions`; None without log-likelihoods or an accuracy of 0 or 1."""
     try:
         accuracy = float(record["acc"])
         answers = record.get("filtered_resps") or [answer[0] for answer in record["resps"]]
