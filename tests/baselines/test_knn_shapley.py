@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.one_step.shapley import exact_shapley
-from grasp.baselines.hidden import hidden_at
-from grasp.baselines.knn_shapley import knn_shapley, values_by_rank
+from grasp.baselines.knn_shapley import hidden_at, knn_shapley, values_by_rank
 from grasp.methods.registry import score_rows
 from tests.baselines.world import N_ROWS, N_UNITS, configured_method, matrix
 

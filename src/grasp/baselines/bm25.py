@@ -97,7 +97,15 @@ class Bm25(BlockMethod[Bm25Settings]):
         """Return the top rows of each unit in corpus order with their scores, (E, T); and the number of empty rows."""
         bm25s = require("bm25s", extra="baselines", feature="bm25")
         vocabulary = {word: i for i, word in enumerate(sorted({w for query in queries for w in query}), FILLER + 1)}
-        rows = _RowWords.from_rows(inputs, vocabulary)
+        counts: list[int] = []
+        known: list[I32] = []
+        inputs.progress.stage("words of rows", rows=inputs.n_rows, tokens=None)
+        for start, stop in inputs.blocks():
+            for row in map(words, inputs.texts(start, stop)):
+                counts.append(len(row))
+                known.append(np.array([vocabulary[word] for word in row if word in vocabulary], dtype=np.int32))
+            inputs.progress.advance(stop - start, 0)
+        rows = _RowWords(np.array(counts, dtype=np.int32), known)
         index = bm25s.BM25(k1=self.settings.k1, b=self.settings.b, method="lucene")
         index.index(bm25s.tokenization.Tokenized(rows, {"": FILLER} | vocabulary), show_progress=False)
         n_top = min(self.settings.top, len(rows))
@@ -133,13 +141,6 @@ def query_text(unit: Unit) -> str:
     return unit.prompt + unit.completion
 
 
-def texts_by_target(units: Sequence[Unit]) -> tuple[list[list[str]], I64]:
-    """Return the texts of the units of each target, and the index of each unit's target, (E,)."""
-    targets, target_E = np.unique([unit.target for unit in units], return_inverse=True)
-    texts = [[query_text(units[int(e)]) for e in np.flatnonzero(target_E == t)] for t in range(len(targets))]
-    return texts, np.asarray(target_E)
-
-
 def top_rows(score_N: NDArray[np.floating[Any]], n_top: int) -> I64:
     """Return the `n_top` rows with the highest scores, in corpus order; ties go to the first row."""
     if n_top == len(score_N):
@@ -156,19 +157,6 @@ class _RowWords:
 
     count_N: I32
     known: list[I32]
-
-    @classmethod
-    def from_rows(cls, inputs: MethodInputs, vocabulary: dict[str, int]) -> "_RowWords":
-        """Tokenize all rows."""
-        counts: list[int] = []
-        known: list[I32] = []
-        inputs.progress.stage("words of rows", rows=inputs.n_rows, tokens=None)
-        for start, stop in inputs.blocks():
-            for row in map(words, inputs.texts(start, stop)):
-                counts.append(len(row))
-                known.append(np.array([vocabulary[word] for word in row if word in vocabulary], dtype=np.int32))
-            inputs.progress.advance(stop - start, 0)
-        return cls(np.array(counts, dtype=np.int32), known)
 
     def __len__(self) -> int:
         return len(self.known)

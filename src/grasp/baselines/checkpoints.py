@@ -45,6 +45,11 @@ class Checkpoint:
     # Fingerprint of the loaded weights, for a model without a directory of its own (a hub name or a GGUF file).
     reference_fingerprint: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Name for messages and notes."""
+        return self.path.name if self.step is None else f"step {self.step}"
+
     @cached_property
     def fingerprint(self) -> str:
         """Checksum of the weight files; of the loaded weights if there is no directory."""

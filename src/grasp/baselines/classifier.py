@@ -14,7 +14,7 @@ from pydantic import Field
 from scipy.sparse import csr_matrix, vstack
 
 from grasp.arrays import F64
-from grasp.baselines.bm25 import COVERS, texts_by_target
+from grasp.baselines.bm25 import COVERS, query_text
 from grasp.baselines.stored import BlockMethod, RowScorer
 from grasp.extras import require
 from grasp.methods.contract import Account, MethodInputs
@@ -54,8 +54,10 @@ class Classifier(BlockMethod[TextClassifierSettings]):
         order_N = stream(self.seed, "baselines", "classifier").permutation(inputs.n_rows)
         rows = inputs.rows_at(np.sort(order_N[: self.settings.negatives]))
         negatives = inputs.tokenizer.decode([rows.ids(i).tolist() for i in range(len(rows))])
-        by_target, target_E = texts_by_target(inputs.units.units)
-        odds = TextOdds(negatives, by_target, strength=self.settings.strength)
+        units = inputs.units.units
+        targets, target_E = np.unique([unit.target for unit in units], return_inverse=True)
+        questions = [[query_text(unit) for unit in units if unit.target == target] for target in targets]
+        odds = TextOdds(negatives, questions, strength=self.settings.strength)
         account = Account(
             covers=COVERS, notes=("one classifier per target: all units of a target have the same score",)
         )

@@ -88,10 +88,8 @@ class DataInf(BlockMethod[DataInfSettings]):
         pool = min(settings.prefix_rows or inputs.n_rows, inputs.n_rows)
         count = min(settings.fisher_rows, max(1, round(settings.fisher_fraction * pool)))
         fisher = examples_at(inputs, sampled_rows(inputs, count, self.seed, "datainf", prefix=settings.prefix_rows))
-        covers, fisher_note = (
-            (describe_layers(engine.layers),),
-            f"{len(fisher)} Fisher rows, damping {settings.damping:g}",
-        )
+        covers = (describe_layers(engine.layers),)
+        fisher_note = f"{len(fisher)} Fisher rows, damping {settings.damping:g}"
         if settings.dimension is None:
             units = UnitGradients.collect(engine, unit_group)
             precondition(units, fisher, settings.damping)
@@ -120,7 +118,7 @@ class DataInf(BlockMethod[DataInfSettings]):
         return unit_groups(blocks, unit_examples(inputs), self.settings.memory_mb, whole=True, copies=2)[0]
 
 
-def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float = 1.0) -> F64:
+def closed_form(unit_ED: F64, fisher_MD: F64, damping: float, spread: float) -> F64:
     """Return r_e of one layer, (E, D).
 
     Args:

@@ -108,8 +108,27 @@ class InRun(BlockMethod[InRunSettings]):
         if not values.exists():
             with atomic_path(values) as unfinished:
                 open_memmap(unfinished, mode="w+", dtype=np.float32, shape=(plan.n_prefix, replay.n_columns)).flush()
-        _run_replay(replay, plan, inputs, work)
-        value_PC = np.load(values, mmap_mode="r")
+        state = work / STATE
+        if state.exists():
+            replay.restore(state)
+        done = replay.step * plan.batch_rows
+        inputs.progress.stage("replaying training", rows=max(0, plan.n_prefix - done), tokens=None)
+        value_PC = np.load(values, mmap_mode="r+")
+        last_saved = time.monotonic()
+        for row_index_B, rows in plan.batches(inputs, replay.step):  # saved every SAVE_SECONDS and at the end
+            where = f"replay: step {replay.step}, among rows {row_index_B.min()} to {row_index_B.max()}"
+            try:
+                value_BC = replay.advance(rows)
+            except ModelError as err:
+                raise ModelError(f"{where}: {err}; lower learning_rate") from err
+            if not np.isfinite(value_BC).all():
+                raise ModelError(f"{where}: a value is not finite; lower learning_rate, or remove the row")
+            value_PC[row_index_B] = value_BC
+            if replay.step * plan.batch_rows >= plan.n_prefix or time.monotonic() - last_saved >= SAVE_SECONDS:
+                value_PC.flush()
+                replay.save(state)
+                last_saved = time.monotonic()
+            inputs.progress.advance(len(rows), sum(row.labels for row in rows))
 
         def score(start: int, stop: int) -> Scores:
             """Score the prefix by its values, and the other rows 0."""
@@ -197,28 +216,3 @@ class _ReplayPlan:
             for offset in range(0, len(index), self.batch_rows):
                 batch = range(offset, min(offset + self.batch_rows, len(index)))
                 yield index[batch.start : batch.stop], [Example(rows.ids(i), loss_mask=rows.mask(i)) for i in batch]
-
-
-def _run_replay(replay: Replay, plan: _ReplayPlan, inputs: MethodInputs, directory: Path) -> None:
-    """Replay the remaining steps; save state and values every SAVE_SECONDS and at the end."""
-    state = directory / STATE
-    if state.exists():
-        replay.restore(state)
-    done = replay.step * plan.batch_rows
-    inputs.progress.stage("replaying training", rows=max(0, plan.n_prefix - done), tokens=None)
-    values = np.load(directory / VALUES, mmap_mode="r+")
-    last_saved = time.monotonic()
-    for row_index_B, rows in plan.batches(inputs, replay.step):
-        where = f"replay: step {replay.step}, among rows {row_index_B.min()} to {row_index_B.max()}"
-        try:
-            value_BC = replay.advance(rows)
-        except ModelError as err:
-            raise ModelError(f"{where}: {err}; lower learning_rate") from err
-        if not np.isfinite(value_BC).all():
-            raise ModelError(f"{where}: a value is not finite; lower learning_rate, or remove the row")
-        values[row_index_B] = value_BC
-        if replay.step * plan.batch_rows >= plan.n_prefix or time.monotonic() - last_saved >= SAVE_SECONDS:
-            values.flush()
-            replay.save(state)
-            last_saved = time.monotonic()
-        inputs.progress.advance(len(rows), sum(row.labels for row in rows))

@@ -5,9 +5,11 @@ test point the players are training points, and the value of a set is the share 
 point's label, v(S) = 1/K sum_{k <= min(K, |S|)} [label of the k-th nearest in S is right].
 
 Shape letters: N training points (rows), n rows of a block, E test points (units), S supervised positions of all units,
-P positions of a block of rows, M nearest positions that are stored, H width.
+P positions of a block of rows, M nearest positions that are stored, H width, B sequences of a batch, L tokens.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,11 +18,12 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from safetensors.numpy import load_file
 
-from grasp.arrays import F32, F64, Bool
-from grasp.baselines.hidden import hidden_at, row_sequences
+from grasp.arrays import F32, F64, I32, I64, Bool
 from grasp.baselines.stored import BlockMethod, RowScorer, cached
-from grasp.errors import SettingsError, ShapeError
+from grasp.errors import ModelError, SettingsError, ShapeError
 from grasp.methods.contract import Account, MethodInputs, Scores
+from grasp.models.causal_lm import ReferenceModel, pad_rows
+from grasp.models.forward_pass import position_mask
 from grasp.settings import Settings
 
 # Distances are rounded to this fraction of their scale: equal contexts have equal hidden states only up to rounding,
@@ -163,7 +166,10 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
         at_once = max(n_nearest, PAIRS_AT_ONCE // len(unit_S))
         inputs.progress.stage("nearest positions", rows=inputs.n_rows - first, tokens=None)
         for start, stop in inputs.blocks(first):
-            states = hidden_at(inputs.model, *row_sequences(inputs, start, stop))
+            rows = inputs.rows(start, stop)
+            masks = [rows.mask(i) for i in range(len(rows))]
+            firsts = [0 if mask is None else mask for mask in masks]
+            states = hidden_at(inputs.model, [rows.ids(i) for i in range(len(rows))], firsts)
             first_n = np.searchsorted(states.sequence_P, np.arange(stop - start))
             offset_P = np.minimum(np.arange(len(states.label_P)) - first_n[states.sequence_P], (1 << OFFSET_BITS) - 1)
             position_P = ((start + states.sequence_P) << OFFSET_BITS) + offset_P
@@ -193,6 +199,44 @@ class KnnShapley(BlockMethod[KnnShapleySettings]):
         weights = (value_SM / count_E[unit_SM]).ravel()
         row, unit = np.divmod(key, len(count_E))
         return {"row": row, "unit": unit, "value": np.bincount(inverse.ravel(), weights=weights, minlength=len(key))}
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states at the positions that predict a token, ordered by sequence."""
+
+    hidden_PH: F32
+    label_P: I32  # id of the next token
+    sequence_P: I64  # index of the sequence
+
+
+def hidden_at(model: ReferenceModel, sequences: Sequence[I32], first: Sequence[int | Bool]) -> HiddenStates:
+    """Return hidden states at the positions of each sequence that predict a token.
+
+    Args:
+        first: first position of each sequence (position t predicts token t + 1), or a mask of its labelled tokens.
+    Raises:
+        ModelError: a hidden state is not finite.
+    """
+    parts = []
+    lengths = np.array([len(ids) for ids in sequences], dtype=np.int64)
+    for index_B in model.batches(lengths):
+        first_B = [first[i] for i in index_B]
+        # pad_rows expects labelled tokens: a mask of them, or the first, which is one after the position before it
+        labels_B = [eligible if isinstance(eligible, np.ndarray) else eligible + 1 for eligible in first_B]
+        ids_BL, loss_mask_BL = (part.to(model.device) for part in pad_rows([sequences[i] for i in index_B], labels_B))
+        row_P, t_P = position_mask("all", loss_mask_BL).nonzero(as_tuple=True)
+        hidden_PH = model.hidden(ids_BL)[row_P, t_P].float().cpu().numpy()
+        parts.append((hidden_PH, ids_BL[row_P, t_P + 1].cpu().numpy().astype(np.int32), index_B[row_P.cpu().numpy()]))
+    hidden_PH, label_P, sequence_P = (np.concatenate(part) for part in zip(*parts, strict=True))
+    bad_P = np.flatnonzero(~np.isfinite(hidden_PH).all(axis=1))
+    if bad_P.size:
+        raise ModelError(
+            f"hidden states: {bad_P.size} are not finite in {model.dtype}, the first in sequence "
+            f"{sequence_P[bad_P[0]]} of the block; build with model.dtype: float32"
+        )
+    order_P = np.argsort(sequence_P, kind="stable")
+    return HiddenStates(hidden_PH[order_P], label_P[order_P], sequence_P[order_P])
 
 
 def distance_grains(query_SH: F64, hidden_PH: F32) -> F64:

@@ -127,7 +127,9 @@ class BlockMethod(RowMethod[S]):
             GraspError: a required input is missing. Finished blocks are preserved.
             SettingsError: another process is computing the same scores.
         """
-        directory = result_directory(cache, result_identity := identity(self, inputs))
+        result_identity = identity(self, inputs)
+        digest = hashlib.blake2b(json.dumps(result_identity, sort_keys=True).encode(), digest_size=8).hexdigest()
+        directory = cache / f"{self.name}-{digest}"
         work = directory / WORK
         if not (directory / RECORD.name).exists() or work.exists():
             try:
@@ -147,12 +149,6 @@ class BlockMethod(RowMethod[S]):
             (k, np.asarray(scores[k : k + BLOCK_ROWS])) for k in range(0, len(scores), BLOCK_ROWS)
         ]  # not yet read
         return MethodScores(blocks, scores.shape, record.account, record.seconds)
-
-
-def result_directory(cache: Path, result_identity: Mapping[str, Any]) -> Path:
-    """Return the directory of a result, named after the digest of its `identity`."""
-    text = json.dumps(result_identity, sort_keys=True)
-    return cache / f"{result_identity['method']}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def identity(method: BlockMethod[Any], inputs: MethodInputs) -> dict[str, Any]:
@@ -209,7 +205,26 @@ class _Run:
                 self._stop = 0
                 continue
             # The last part always runs, since its scorer returns the account, even if all blocks are on disk.
-            account = self._score_part(part, "" if n_parts == 1 else f" {part + 1} of {n_parts}")
+            which = "" if n_parts == 1 else f" {part + 1} of {n_parts}"
+            with self._timed():
+                scorer = self._method.prepare(self._inputs, self._work, part)
+            self._inputs.progress.stage(f"scoring rows{which}", rows=self._inputs.n_rows - self._stop, tokens=None)
+            for start, stop in self._inputs.blocks(self._stop):
+                with self._timed():
+                    block = self._score_block(scorer, start, stop)
+                if part:
+                    block = block + np.load(self._part_path(part - 1), mmap_mode="r", allow_pickle=False)[start:stop]
+                path, shape = self._part_path(part), (self._inputs.n_rows, block.shape[1])
+                if not path.exists():
+                    with atomic_path(path) as unfinished:
+                        open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape).flush()
+                total_NE = open_memmap(path, mode="r+")
+                total_NE[start:stop] = block
+                total_NE.flush()
+                self._stop = stop
+                recorded = {"part": part, "stop": stop, "seconds": asdict(self._seconds)}
+                write_atomically(self._work / PROGRESS, json.dumps(recorded).encode())
+                self._inputs.progress.advance(stop - start, 0)
             self._part_path(part - 1).unlink(missing_ok=True)
             self._stop = 0 if part < n_parts - 1 else self._stop
         total_NE = np.load(self._part_path(n_parts - 1), mmap_mode="r", allow_pickle=False)
@@ -222,35 +237,13 @@ class _Run:
         units = [[unit.target, unit.unit_id] for unit in self._inputs.units.units]
         files: dict[str, Content] = {SCORES: write_scores, IDS: json.dumps({"units": units}).encode()}
         entries = {name: write_content(directory / name, content) for name, content in files.items()}
-        record = ScoreRecord(identity=dict(result_identity), seconds=self._seconds, account=account, files=entries)
+        account, seconds = scorer.account, self._seconds
+        record = ScoreRecord(identity=dict(result_identity), seconds=seconds, account=account, files=entries)
         RECORD.write(directory, record)
 
     def _part_path(self, part: int) -> Path:
         """Return the path of the scores summed over the parts up to this one, (N, E) or (N, 1)."""
         return self._work / f"part-{part}.npy"
-
-    def _score_part(self, part: int, which: str) -> Account:
-        """Score the remaining blocks of a part; `which` is the suffix of the progress message."""
-        with self._timed():
-            scorer = self._method.prepare(self._inputs, self._work, part)
-        self._inputs.progress.stage(f"scoring rows{which}", rows=self._inputs.n_rows - self._stop, tokens=None)
-        for start, stop in self._inputs.blocks(self._stop):
-            with self._timed():
-                block = self._score_block(scorer, start, stop)
-            if part:
-                block = block + np.load(self._part_path(part - 1), mmap_mode="r", allow_pickle=False)[start:stop]
-            path, shape = self._part_path(part), (self._inputs.n_rows, block.shape[1])
-            if not path.exists():
-                with atomic_path(path) as unfinished:
-                    open_memmap(unfinished, mode="w+", dtype=np.float32, shape=shape).flush()
-            total_NE = open_memmap(path, mode="r+")
-            total_NE[start:stop] = block
-            total_NE.flush()
-            self._stop = stop
-            recorded = {"part": part, "stop": stop, "seconds": asdict(self._seconds)}
-            write_atomically(self._work / PROGRESS, json.dumps(recorded).encode())
-            self._inputs.progress.advance(stop - start, 0)
-        return scorer.account
 
     def _score_block(self, scorer: RowScorer, start: int, stop: int) -> F32:
         """Score a block, and check the shape and that all scores are finite in the stored dtype."""

@@ -18,7 +18,6 @@ from grasp.baselines.gradients.layers import choose_layers, describe_layers
 from grasp.baselines.gradients.method_settings import WeightedSettings
 from grasp.baselines.gradients.scorers import (
     checkpoint_note,
-    checkpoint_weights,
     divide_by_norms,
     exact_note,
     exact_scorer,
@@ -63,7 +62,13 @@ class CosineMethod(BlockMethod[W]):
         groups, whole = self._groups(inputs)
         group = groups[part % len(groups)]
         checkpoint = checkpoints[part // len(groups)]
-        weights, notes = checkpoint_weights(checkpoints, settings.weights)
+        weights, notes = np.full(len(checkpoints), 1.0 / len(checkpoints)), list[str]()
+        if settings.weights == "learning-rate" and len(checkpoints) > 1:
+            known = [each.learning_rate for each in checkpoints if each.learning_rate is not None]
+            if len(known) == len(checkpoints) and sum(known) > 0:
+                weights = np.asarray(known) / sum(known)
+            else:
+                notes = ["the learning rates of the checkpoints are not recorded: equal weights"]
         weight = float(weights[part // len(groups)])
         engine = open_engine(inputs, checkpoint, settings.layers)
         transform = self.update(checkpoint, engine) if uses_update else None

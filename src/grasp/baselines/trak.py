@@ -123,8 +123,7 @@ class Trak(BlockMethod[TrakSettings]):
 
             return cached(path, compute)["features"].astype(np.float64)
 
-        name = checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}"
-        inputs.progress.stage(f"gradients at {name}", rows=inputs.n_rows, tokens=None)
+        inputs.progress.stage(f"gradients at {checkpoint.name}", rows=inputs.n_rows, tokens=None)
         gram_KK = np.zeros((width, width))
         for start, stop in inputs.blocks():
             row_NK = features(work / ROWS_FILE.format(number, start), partial(examples_at, inputs, range(start, stop)))

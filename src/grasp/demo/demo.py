@@ -8,7 +8,6 @@ detected. Start with `make_demo`, then `print_answers`.
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grasp
 from grasp.artifact.reader import ArtifactReader
@@ -90,8 +89,26 @@ def make_demo(out: Path, progress: Progress | None = None) -> Demo:
     progress = progress or Progress()
     claim_directory(out, ".grasp-demo", lambda path: (path / "artifact").is_dir() and (path / "model").is_dir())
     demo = Demo(out)
-    make_corpus(demo)
-    make_model(demo, progress)
+    if not demo.corpus_path.exists():  # passages of twelve sources, without those that support the units of SciQ
+        passages = readers("passages")["olmes"]
+        supporting = {passages.normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
+        passages.write_passages(demo.corpus_path, exclude_texts=supporting, per_source=PASSAGES_PER_SOURCE)
+    recipe = named_recipe("tiny").model_copy(update={"steps": STEPS})
+    with lock_artifact(demo.artifact_path):  # the build reuses these rows
+        tokenizer, rows = prepare_rows(
+            out / "tokenizer", demo.artifact_path / "tokens", demo.corpus, shard_rows=demo.settings.shard_rows
+        )
+    tokens = recipe.batch_rows * recipe.shape.context
+    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
+    train(
+        recipe,
+        rows,
+        seed=SEED,
+        tokenizer=tokenizer,
+        out=demo.model_path,
+        checkpoints=(recipe.steps // 2,),
+        progress=lambda _: progress.advance(recipe.batch_rows, tokens),
+    )
     build_artifact(demo.settings, demo.artifact_path, progress=progress)
     return demo
 
@@ -114,139 +131,73 @@ def open_runs(demo: Demo, artifact: ArtifactReader) -> RetrainedRuns:
     return runs
 
 
-def make_corpus(demo: Demo) -> None:
-    """Write passages of twelve sources, without the passages that support the SciQ units of the demo."""
-    if demo.corpus_path.exists():
-        return
-    passages = readers("passages")["olmes"]
-    supporting_texts = {passages.normalised(unit.support) for unit in load_units(demo.targets).units if unit.support}
-    passages.write_passages(demo.corpus_path, exclude_texts=supporting_texts, per_source=PASSAGES_PER_SOURCE)
-
-
-def make_model(demo: Demo, progress: Progress) -> None:
-    """Train a Hugging Face checkpoint from scratch on the whole corpus, with a shortened `tiny` recipe."""
-    recipe = named_recipe("tiny").model_copy(update={"steps": STEPS})
-    with lock_artifact(demo.artifact_path):  # the build reuses these rows
-        tokenizer, rows = prepare_rows(
-            demo.out / "tokenizer", demo.artifact_path / "tokens", demo.corpus, shard_rows=demo.settings.shard_rows
-        )
-    tokens = recipe.batch_rows * recipe.shape.context
-    progress.stage("training", rows=recipe.steps * recipe.batch_rows, tokens=recipe.steps * tokens)
-    train(
-        recipe,
-        rows,
-        seed=SEED,
-        tokenizer=tokenizer,
-        out=demo.model_path,
-        checkpoints=(recipe.steps // 2,),
-        progress=lambda _: progress.advance(recipe.batch_rows, tokens),
-    )
-
-
 def print_answers(demo: Demo, say: Callable[[str], None]) -> None:
     """Query the artifact as a data curator would, and print each query as a command with its result."""
-    art = grasp.open(demo.artifact_path)
+
+    def command(*arguments: object) -> None:
+        say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
+
+    path, art = demo.artifact_path, grasp.open(demo.artifact_path)
     say(f"{art}\n")
     say("1. How does each source affect SciQ, a set of science questions?")
-    _command(say, "predict", demo.artifact_path, "--by", LABEL, "--target", TARGET)
+    command("predict", path, "--by", LABEL, "--target", TARGET)
     say(f"{art.predict(by=LABEL, target=[TARGET])}\n")
     say("2. Which rows help SciQ most, and which least?")
-    _command(say, "score", demo.artifact_path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
+    command("score", path, "--target", TARGET, "--top", 5, "--bottom", 5, "--min-tokens", 32)
     say(f"{art.score(TARGET, top=5, bottom=5, min_tokens=32)}\n")
-    runs = _compare_with_runs(demo, art, say)
-    _select_and_report(demo, art, runs, say)
-
-
-def _command(say: Callable[[str], None], *arguments: object) -> None:
-    say(f"$ {shlex.join(['grasp', *map(str, arguments)])}")
-
-
-def _compare_with_runs(demo: Demo, art: grasp.Artifact, say: Callable[[str], None]) -> RetrainedRuns | None:
-    """Compare predictions with models retrained on subsets, and return these runs; None if there are none."""
     say("3. Are the predictions right? Compare them with small models retrained on 16 mixtures of the sources.")
+    runs: RetrainedRuns | None = None
+    runs_options: tuple[object, ...] = ()
     try:
         runs = open_runs(demo, art.files)
     except RunsError as err:
         say(f"No comparison: {plain(err)}")
         say("Train models on a few mixtures (about a minute each), then run the demo again:")
-        _command(say, "retrain", *demo.retrain_flags, "--out", demo.environment_path)
+        command("retrain", *demo.retrain_flags, "--out", demo.environment_path)
         say("")
-        return None
-    say(_agreement_table(grasp.evaluate(art, runs)))
-    say("1 is the exact order, 0 is chance. Retraining is noisy: a perfect prediction would reach the noise ceiling.")
-    say("The ceiling is estimated from the agreement of two trainings, and has a confidence interval, too.\n")
-    return runs
-
-
-def _agreement_table(evaluation: grasp.Result) -> str:
-    """Format the rank correlation of the default protocol and the noise ceiling, one line per target."""
-    name = DEFAULT_PROTOCOL.name
-    lines = [
-        (
-            record["target"],
-            number(record["task_rho"], 2),
-            _interval(record, "task_rho"),
-            number(record["task_ceiling"], 2),
-            _interval(record, "task_ceiling"),
+    else:
+        runs_options = ("--runs", runs.path)
+        lines = []
+        for record in grasp.evaluate(art, runs).to_arrow().to_pylist():
+            if record["method"] == DEFAULT_PROTOCOL.name:
+                lines.append([record["target"]])
+                for metric in ("task_rho", "task_ceiling"):
+                    value, low, high = (number(record[metric + end], 2) for end in ("", "_low", "_high"))
+                    lines[-1] += [value, f"{low} to {high}"]
+        say(text_table("", ("target", "rank correlation", "95 % interval", "ceiling", "95 % interval"), lines))
+        say(
+            "1 is the exact order, 0 is chance. Retraining is noisy: a perfect prediction would reach the noise "
+            "ceiling."
         )
-        for record in evaluation.to_arrow().to_pylist()
-        if record["method"] == name
-    ]
-    return text_table("", ("target", "rank correlation", "95 % interval", "ceiling", "95 % interval"), lines)
-
-
-def _interval(record: dict[str, Any], metric: str) -> str:
-    return f"{number(record[f'{metric}_low'], 2)} to {number(record[f'{metric}_high'], 2)}"
-
-
-def _select_and_report(demo: Demo, art: grasp.Artifact, runs: RetrainedRuns | None, say: Callable[[str], None]) -> None:
-    """Select a fifth of the rows for SciQ, compute a mixture for all targets, and write the report."""
-    path, runs_options = demo.artifact_path, () if runs is None else ("--runs", runs.path)
+        say("The ceiling is estimated from the agreement of two trainings, and has a confidence interval, too.\n")
     say("4. Select a fifth of the corpus for SciQ.")
     select_options = ("--budget", BUDGET, "--target", TARGET, "--by", LABEL)
-    _command(say, "select", path, *select_options, *runs_options, "--out", demo.selection_path)
+    command("select", path, *select_options, *runs_options, "--out", demo.selection_path)
     selection = art.select(BUDGET, TARGET, by=LABEL, runs=runs)
     say(f"{selection}\n")
     selection_json = selection.save(demo.selection_path).with_suffix(".json")
     say("5. Or keep all rows, and change the mixture weights of the sources, for all five tasks together.")
     mix_options = ("--by", LABEL, "--target", ",".join(TASKS), "--distance", DISTANCE)
-    _command(say, "mix", path, *mix_options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
+    command("mix", path, *mix_options, *runs_options, "--out", demo.mixture_path, "--weights", demo.weights_path)
     mixture = art.mix(LABEL, list(TASKS), distance=DISTANCE, runs=runs)
     say(f"{mixture}\n")
     mixture_json = mixture.save(demo.mixture_path).with_suffix(".json")
     mixture.write_weights(demo.weights_path)
     say("6. All results on one page, with sliders for your own mixtures.")
-    report = demo.out / "report.html"
-    _command(
-        say, "report", path, *runs_options, "--selection", selection_json, "--mixture", mixture_json, "--out", report
-    )
+    report, results = demo.out / "report.html", ("--selection", selection_json, "--mixture", mixture_json)
+    command("report", path, *runs_options, *results, "--out", report)
     page = art.report(report, runs=runs, selection=selection_json, mixture=mixture_json)
     say(f"{page}: {size_text(page.stat().st_size)}; open it in a browser (works offline)\n")
     say("7. Verify the prediction: train on the selection (or, with subsets=weights.parquet, on the mixture).")
-    train_options = (
-        "--like",
-        path,
-        "--set",
-        f"subsets={demo.selection_path}",
-        "--seeds",
-        2,
-        "--out",
-        demo.out / "kept",
-    )
-    _command(say, "retrain", *train_options)
+    subsets = f"subsets={demo.selection_path}"
+    command("retrain", "--like", path, "--set", subsets, "--seeds", 2, "--out", demo.out / "kept")
     if SELECTION_RUNS.exists():
-        say(_measured_changes(RetrainedRuns.open(SELECTION_RUNS)))
+        checked = RetrainedRuns.open(SELECTION_RUNS)
+        change_BT = (checked.task_utilities(checked.targets) - checked.task_reference(checked.targets)).mean(axis=1)
+        seeds = ", ".join(map(str, checked.info.seeds))
+        say(f"Our own runs (seed {seeds}), change in nats relative to the whole corpus:")
+        for name, change_T in zip(checked.subset_ids, change_BT, strict=True):
+            changes = zip(checked.targets, change_T.tolist(), strict=True)
+            text = ", ".join(f"{target} {signed(nats, 2)}" for target, nats in changes)
+            say(f"  {'mixture' if 'mixture' in name else 'selection'}: {text}")
     say("")
-
-
-def _measured_changes(runs: RetrainedRuns) -> str:
-    """Format the measured change of each target, in nats per token, of models trained on the demo's selections."""
-    change_BT = (runs.task_utilities(runs.targets) - runs.task_reference(runs.targets)).mean(axis=1)
-    seeds = ", ".join(map(str, runs.info.seeds))
-    lines = [f"Our own runs (seed {seeds}), change in nats relative to the whole corpus:"]
-    for name, change_T in zip(runs.subset_ids, change_BT, strict=True):
-        changes = ", ".join(
-            f"{target} {signed(float(nats), 2)}" for target, nats in zip(runs.targets, change_T, strict=True)
-        )
-        lines.append(f"  {'mixture' if 'mixture' in name else 'selection'}: {changes}")
-    return "\n".join(lines)

@@ -95,7 +95,17 @@ def distil(
     if n_rows < MIN_ROWS:
         raise SettingsError(f"rows: got {n_rows} of {artifact.location}, expected at least {MIN_ROWS}")
     order = stream(seed, "distil", "rows").permutation(inputs.n_rows)[:n_rows]
-    decoded = _decode_rows(inputs, order, progress)
+    progress.stage("text of rows", rows=n_rows, tokens=None)
+    decoded: list[str] = []
+    size = 0
+    for start in range(0, n_rows, BATCH_ROWS):
+        shard = inputs.rows_at(order[start : start + BATCH_ROWS])
+        decoded += inputs.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
+        progress.advance(len(shard), shard.n_tokens)
+        size += sum(map(len, decoded[start:]))
+        if size > MAX_TRAINING_CHARS:
+            progress.note(f"fits {len(decoded):,} rows, {size / 1e6:.0f} MB of text: the memory limit is reached")
+            break
     by_index = np.argsort(order[: len(decoded)])
     row_index, texts = order[by_index], as_bytes([decoded[i] for i in by_index])
     # If the build used only the first rows of each document, the scorer reads a prefix of about the same length.
@@ -135,22 +145,6 @@ def distil(
     measures = [(name, *getattr(card.quality, name)) for name in ("spearman", "recall", "gain")]
     table = pa.table([*map(pa.array, zip(*measures, strict=True))], ["measure", "value", "low", "high"])
     return Distilled(table, f"scorer for {target}", scorer=Scorer.open(out), path=out)
-
-
-def _decode_rows(inputs: MethodInputs, order: I64, progress: Progress) -> list[str]:
-    """Return the text of rows in this order, up to MAX_TRAINING_CHARS characters."""
-    progress.stage("text of rows", rows=len(order), tokens=None)
-    decoded: list[str] = []
-    size = 0
-    for start in range(0, len(order), BATCH_ROWS):
-        shard = inputs.rows_at(order[start : start + BATCH_ROWS])
-        decoded += inputs.tokenizer.decode([shard.ids(i).tolist() for i in range(len(shard))])
-        progress.advance(len(shard), shard.n_tokens)
-        size += sum(map(len, decoded[start:]))
-        if size > MAX_TRAINING_CHARS:
-            progress.note(f"fits {len(decoded):,} rows, {size / 1e6:.0f} MB of text: the memory limit is reached")
-            break
-    return decoded
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,8 +50,13 @@ def _offsets(texts: pa.LargeBinaryArray) -> I64:
     return np.frombuffer(texts.buffers()[1], dtype=np.int64)[texts.offset : texts.offset + len(texts) + 1]
 
 
-def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
-    """Yield consecutive pieces of texts of at most BLOCK_BYTES bytes together."""
+def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
+    """Yield, per block and n-gram length, the hash bucket of the n-gram that starts at each byte.
+
+    The buckets are a view of a buffer that is reused by the next iteration.
+    """
+    byte, rolling, finalised = (np.empty(BLOCK_BYTES, dtype=np.uint32) for _ in range(3))
+    slot = np.empty(BLOCK_BYTES, dtype=np.int64)
     offsets = _offsets(texts)
     buffer = texts.buffers()[2]
     data = np.empty(0, np.uint8) if buffer is None else np.frombuffer(buffer, dtype=np.uint8)
@@ -60,22 +65,12 @@ def _blocks(texts: pa.LargeBinaryArray) -> Iterator[_Block]:
     piece_number_C = np.arange(len(text_C)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)
     start_C = offsets[:-1][text_C] + piece_number_C * PIECE_BYTES
     stop_C = np.minimum(start_C + PIECE_BYTES, offsets[1:][text_C])
-    begin = 0
-    while begin < len(text_C):
-        end = max(begin + 1, int(np.searchsorted(stop_C, start_C[begin] + BLOCK_BYTES, side="right")))
-        base, pieces = start_C[begin], slice(begin, end)
-        yield _Block(data[base : stop_C[end - 1]], start_C[pieces] - base, stop_C[pieces] - base, text_C[pieces])
-        begin = end
-
-
-def _slots(texts: pa.LargeBinaryArray) -> Iterator[tuple[_Block, int, I64]]:
-    """Yield, per block and n-gram length, the hash bucket of the n-gram that starts at each byte.
-
-    The buckets are a view of a buffer that is reused by the next iteration.
-    """
-    byte, rolling, finalised = (np.empty(BLOCK_BYTES, dtype=np.uint32) for _ in range(3))
-    slot = np.empty(BLOCK_BYTES, dtype=np.int64)
-    for block in _blocks(texts):
+    end = 0
+    while end < len(text_C):  # consecutive pieces of at most BLOCK_BYTES bytes together
+        begin, base = end, start_C[end]
+        end = max(begin + 1, int(np.searchsorted(stop_C, base + BLOCK_BYTES, side="right")))
+        pieces = slice(begin, end)
+        block = _Block(data[base : stop_C[end - 1]], start_C[pieces] - base, stop_C[pieces] - base, text_C[pieces])
         size = len(block.bytes_P)
         byte[:size] = rolling[:size] = block.bytes_P
         for length in range(2, LENGTHS[-1] + 1):

@@ -50,10 +50,31 @@ def read(path: str) -> dict[str, Any]:
     """
     file, name = split_address(path)
     config = read_yaml(file)
-    name, fields = select_entry(_entries_of(config, file), name, file)
+    key = next((key for key in ("datasets", "pretraining_dataset") if config.get(key)), None)
+    if key is None:
+        raise SettingsError(f"{file}: not an Axolotl configuration: no `datasets`; expected a file of records")
+    # entries by path; by path and number if a path occurs several times
+    entries: dict[str, Mapping[str, Any]] = {}
+    for number, entry in enumerate(config[key] if isinstance(config[key], list) else [config[key]]):
+        fields = {"path": entry} if isinstance(entry, str) else entry
+        if not isinstance(fields, dict) or not isinstance(fields.get("path"), str):
+            raise SettingsError(f"{file}: {key}[{number}]: got {entry!r:.60}, expected an entry with a path")
+        if key == "pretraining_dataset":
+            fields = {"type": "pretrain", "field": fields.get("text_column"), **fields}
+        entries[f"{fields['path']}:{number}" if fields["path"] in entries else fields["path"]] = fields
+    name, fields = select_entry(entries, name, file)
     with at(f"{file}#{name}"):
         names, notes = _names_of(fields, config)
-        resolved: dict[str, Any] = {"path": _data_path(fields)}
+        data_files = fields.get("data_files") or []
+        data_files = data_files if isinstance(data_files, list) else [data_files]
+        if len(data_files) > 1:
+            raise SettingsError(f"data_files: got {len(data_files)} files, expected one; pass a directory of them")
+        if unsupported := [f"{setting}: got {fields[setting]!r}" for setting in _REFUSED if fields.get(setting)]:
+            raise SettingsError(f"{unsupported[0]}, which is not supported; save such data as a file")
+        resolved: dict[str, Any] = {"path": fields["path"]}
+        if data_files:
+            local = Path(fields["path"]) / data_files[0]
+            resolved["path"] = str(local if local.is_file() else data_files[0])
         if fields.get("split"):
             is_file = Path(resolved["path"]).is_file()
             resolved["split"] = part_of_file(fields["split"]) if is_file else fields["split"]
@@ -61,37 +82,6 @@ def read(path: str) -> dict[str, Any]:
             resolved["loss_on"] = "all"
     origin = f"Axolotl entry {name!r} of {file}"
     return resolved | {"fields": names | {"origin": origin, "notes": notes}}
-
-
-def _entries_of(config: Mapping[str, Any], file: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the entries of a configuration by path; by path and number if a path occurs several times."""
-    key = next((key for key in ("datasets", "pretraining_dataset") if config.get(key)), None)
-    if key is None:
-        raise SettingsError(f"{file}: not an Axolotl configuration: no `datasets`; expected a file of records")
-    entries = config[key] if isinstance(config[key], list) else [config[key]]
-    named: dict[str, Mapping[str, Any]] = {}
-    for number, entry in enumerate(entries):
-        fields = {"path": entry} if isinstance(entry, str) else entry
-        if not isinstance(fields, dict) or not isinstance(fields.get("path"), str):
-            raise SettingsError(f"{file}: {key}[{number}]: got {entry!r:.60}, expected an entry with a path")
-        if key == "pretraining_dataset":
-            fields = {"type": "pretrain", "field": fields.get("text_column"), **fields}
-        named[f"{fields['path']}:{number}" if fields["path"] in named else fields["path"]] = fields
-    return named
-
-
-def _data_path(fields: Mapping[str, Any]) -> str:
-    """Return the path of the data of an entry."""
-    path, files = str(fields["path"]), fields.get("data_files") or []
-    names_of_files = files if isinstance(files, list) else [files]
-    if len(names_of_files) > 1:
-        raise SettingsError(f"data_files: got {len(names_of_files)} files, expected one; pass a directory of them")
-    if unsupported := [f"{setting}: got {fields[setting]!r}" for setting in _REFUSED if fields.get(setting)]:
-        raise SettingsError(f"{unsupported[0]}, which is not supported; save such data as a file")
-    if not names_of_files:
-        return path
-    local = Path(path) / names_of_files[0]
-    return str(local if local.is_file() else names_of_files[0])
 
 
 def _names_of(fields: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

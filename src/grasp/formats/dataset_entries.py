@@ -14,8 +14,6 @@ from grasp.errors import SettingsError
 
 MIN_SIMILARITY = 0.8  # of an unknown name to a used one, in `difflib`: from there on it is a typing error
 
-Entry = tuple[str, Mapping[str, Any]]  # name, and fields
-
 
 def split_address(path: str) -> tuple[Path, str]:
     """Return file and name of an entry that a path may address; the name is empty if the path has none."""
@@ -23,8 +21,8 @@ def split_address(path: str) -> tuple[Path, str]:
     return Path(location), name
 
 
-def select_entry(entries: Mapping[str, Mapping[str, Any]], name: str, file: Path) -> Entry:
-    """Return the named entry, or the only one.
+def select_entry(entries: Mapping[str, Mapping[str, Any]], name: str, file: Path) -> tuple[str, Mapping[str, Any]]:
+    """Return name and fields of the named entry, or of the only one.
 
     Raises:
         SettingsError: there is no entry of that name, or several and none is named.

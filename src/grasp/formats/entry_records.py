@@ -25,12 +25,36 @@ def read(values: Mapping[str, Any], names: FieldNames) -> dict[str, Any]:
     Raises:
         CorpusError: a turn has an unknown role, or a value another type.
     """
-    if names.form == "preference":
-        return _usual_pair(values, names)
-    if names.form == "formatted":
-        prompt, completion = _apply_formats(values, names)
-        return {"prompt": prompt, "completion": completion}
     record = dict(values)
+    if names.form == "preference":
+        if "instruction" in record:  # LLaMA-Factory's form of instructions
+            parts = [record.pop(name, None) for name in ("instruction", "input")]
+            question = names.separator.join(part for part in parts if part)
+            pairs = [*parse_history(record.pop(HISTORY, None)), (question, None)]
+            turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
+            record["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
+        for name in ("messages", *PAIR):
+            side = record.get(name)
+            if isinstance(side, Mapping):
+                record[name] = _usual_turns([side], names)
+            elif isinstance(side, list):
+                record[name] = _usual_turns(parse_turns(side, name), names)
+        return record
+    if names.form == "formatted":
+        assert names.formats is not None
+        texts = {name: "" if value is None else value for name, value in values.items()}
+        for name, value in texts.items():
+            if not isinstance(value, str):
+                raise CorpusError(f"column {names.columns[name]!r} holds {type(value).__name__}, expected text")
+        formats, system = names.formats, texts.get("system") or names.formats.default_system
+        try:
+            front = formats.system.format(system=system) if system else ""
+            prompt = (formats.with_input if texts.get("input") else formats.without_input).format(
+                instruction=texts["instruction"], input=texts.get("input", "")
+            )
+        except FAILURES as err:
+            raise CorpusError(f"does not fit the formats of the {names.origin}: {err!r}") from err
+        return {"prompt": front + prompt, "completion": texts["output"]}
     if names.form == "instruction":
         parts = [record["instruction"], record.pop("input", None)]
         if all(isinstance(part, str | None) for part in parts):  # other types are refused with all records
@@ -62,38 +86,3 @@ def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames) -> list[
         if not (names.drop_system and standard["role"] == "system"):
             standard_turns.append(standard)
     return standard_turns
-
-
-def _usual_pair(values: Mapping[str, Any], names: FieldNames) -> dict[str, Any]:
-    """Return a preference pair in the usual form."""
-    standard = dict(values)
-    if "instruction" in standard:  # LLaMA-Factory's form of instructions
-        question = names.separator.join(text for name in ("instruction", "input") if (text := standard.pop(name, None)))
-        pairs = [*parse_history(standard.pop(HISTORY, None)), (question, None)]
-        turns = [(role, words) for pair in pairs for role, words in zip(("user", "assistant"), pair, strict=True)]
-        standard["prompt"] = [{"role": role, "content": words} for role, words in turns if words is not None]
-    for name in ("messages", *PAIR):
-        side = standard.get(name)
-        if isinstance(side, Mapping):
-            standard[name] = _usual_turns([side], names)
-        elif isinstance(side, list):
-            standard[name] = _usual_turns(parse_turns(side, name), names)
-    return standard
-
-
-def _apply_formats(values: Mapping[str, Any], names: FieldNames) -> tuple[str, str]:
-    """Return prompt and completion of an instruction by the formats of a dataset entry."""
-    assert names.formats is not None
-    texts = {name: "" if value is None else value for name, value in values.items()}
-    for name, value in texts.items():
-        if not isinstance(value, str):
-            raise CorpusError(f"column {names.columns[name]!r} holds {type(value).__name__}, expected text")
-    formats, system = names.formats, texts.get("system") or names.formats.default_system
-    try:
-        front = formats.system.format(system=system) if system else ""
-        prompt = (formats.with_input if texts.get("input") else formats.without_input).format(
-            instruction=texts["instruction"], input=texts.get("input", "")
-        )
-    except FAILURES as err:
-        raise CorpusError(f"does not fit the formats of the {names.origin}: {err!r}") from err
-    return front + prompt, texts["output"]

@@ -111,7 +111,19 @@ def _parse_sample(
     record: Mapping[str, Any], location: str, task: str, position: int, loss_on: LossOn
 ) -> "Unit | _MultipleChoice | _Generation":
     """Parse a record: to a unit if its requests have one continuation, else to a sample that is resolved later."""
-    requests = _parse_requests(record["arguments"])
+    try:
+        requests = [tuple(_ordered_values(request)) for request in _ordered_values(record["arguments"])]
+        if not all(requests) or not requests:
+            raise ValueError("no requests, or a request without arguments")
+    except (TypeError, ValueError) as err:
+        raise TargetError(
+            f"arguments: got {str(record['arguments'])[:_SHOWN]}, expected the requests of a sample"
+        ) from err
+    if media := next((request[2] for request in requests if len(request) > 2), None):
+        raise TargetError(
+            f"arguments: got {media!r:.{_SHOWN}} in addition to text; expected a context and a "
+            "continuation, images and audio are not supported"
+        )
     record_task = record.get("task")
     name = record_task if isinstance(record_task, str) and record_task else task
     doc_id = position if record.get("doc_id") is None else record["doc_id"]
@@ -140,22 +152,6 @@ def _parse_sample(
     if len(pairs) == 1:  # log-likelihood
         return replace(unit, prompt=pairs[0][0], completion=_require_text(pairs[0][1]))
     return _MultipleChoice.parse(location, unit, pairs, record.get("target"), _parse_prediction(record, positions))
-
-
-def _parse_requests(arguments: Any) -> list[Arguments]:
-    """Return the arguments of each request, in order."""
-    try:
-        requests = [tuple(_ordered_values(request)) for request in _ordered_values(arguments)]
-        if not all(requests) or not requests:
-            raise ValueError("no requests, or a request without arguments")
-    except (TypeError, ValueError) as err:
-        raise TargetError(f"arguments: got {str(arguments)[:_SHOWN]}, expected the requests of a sample") from err
-    if media := next((request[2] for request in requests if len(request) > 2), None):
-        raise TargetError(
-            f"arguments: got {media!r:.{_SHOWN}} in addition to text; expected a context and a "
-            "continuation, images and audio are not supported"
-        )
-    return requests
 
 
 def _ordered_values(group: Any) -> list[Any]:
@@ -282,10 +278,7 @@ def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _parse_prediction(record: Mapping[str, Any], positions: Sequence[int]) -> _Prediction | None:
-    """Return the most likely of the requests at `positions`, and whether the harness counted it as correct.
-
-    None: the record has no accuracy of 0 or 1, or no log-likelihoods.
-    """
+    """Return the prediction by the requests at `positions`; None without log-likelihoods or an accuracy of 0 or 1."""
     try:
         accuracy = float(record["acc"])
         answers = record.get("filtered_resps") or [answer[0] for answer in record["resps"]]

@@ -95,16 +95,12 @@ class HarnessResults:
     @property
     def table(self) -> pa.Table:
         """Table with one row per run and one column per `task/metric`; NaN if missing."""
-        values = {
-            run: {f"{task}/{name}": value for task, result in by_task.items() for name, value in result.values.items()}
+        lines: list[dict[str, Any]] = [
+            {"run": run} | {f"{r.task}/{name}": value for r in by_task.values() for name, value in r.values.items()}
             for run, by_task in self.by_run.items()
-        }
-        names = dict.fromkeys(name for values_of_run in values.values() for name in values_of_run)
-        columns = {
-            name: pa.array([values_of_run.get(name, float("nan")) for values_of_run in values.values()])
-            for name in names
-        }
-        return pa.table({"run": pa.array(list(values), pa.string()), **columns})
+        ]
+        empty: dict[str, Any] = dict.fromkeys((name for line in lines for name in line), float("nan"))
+        return pa.Table.from_pylist([empty | line for line in lines])
 
     @property
     def directions(self) -> dict[str, Direction]:
@@ -189,21 +185,15 @@ def read(root: Path) -> HarnessResults:
             replace(result, task=result.alias) if result.alias and result.task in variants else result
             for result in results
         ]
-        merged[run] = _merge_files(run, named, remarks)
+        by_task: dict[str, list[TaskResults]] = {}
+        for result in named:
+            by_task.setdefault(result.task, []).append(result)
+        merged[run] = {task: _merge_task(run, same_task, remarks) for task, same_task in by_task.items()}
+        models = dict.fromkeys(result.model for result in named if result.model)
+        if len(models) > 1:
+            metrics = frozenset().union(*(result.columns for result in merged[run].values()))
+            remarks.append(Remark("models", metrics, f"{run}: {', '.join(models)}"))
     return HarnessResults(root, merged, remarks)
-
-
-def _merge_files(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> dict[str, TaskResults]:
-    """Merge the files of a run, and return the results by task. Appends to `remarks`."""
-    by_task: dict[str, list[TaskResults]] = {}
-    for result in results:
-        by_task.setdefault(result.task, []).append(result)
-    merged = {task: _merge_task(run, same_task, remarks) for task, same_task in by_task.items()}
-    models = dict.fromkeys(result.model for result in results if result.model)
-    if len(models) > 1:
-        columns = frozenset().union(*(result.columns for result in merged.values()))
-        remarks.append(Remark("models", columns, f"{run}: {', '.join(models)}"))
-    return merged
 
 
 def _merge_task(run: str, results: Sequence[TaskResults], remarks: list[Remark]) -> TaskResults:

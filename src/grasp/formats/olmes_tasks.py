@@ -7,11 +7,10 @@ prompt is the last question block of the few-shot context, which must be the que
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from grasp.corpus.text_files import text_records
 from grasp.errors import CorpusError, MissingExtraError, TargetError
@@ -81,22 +80,17 @@ def read_task(name: str, variant: str, loss_on: LossOn, root: Path) -> list[Unit
             raise TargetError(
                 f"{path}: document {doc_id} has one candidate, expected at least two: not a multiple-choice task"
             )
-        if from_few_shot:
-            unit = replace(unit, prompt=_zero_shot_prompt(unit, requests[0].doc, source_variant))
+        if from_few_shot:  # its last block is the question of the document, without the examples before it
+            questions = [str(requests[0].doc[key]) for key in ("query", "question") if requests[0].doc.get(key)]
+            prompt = next((text for text in questions if unit.prompt.endswith(f"\n\n{text}")), None)
+            if prompt is None:
+                raise TargetError(
+                    f"{unit.unit_id}: the prompt of {source_variant} does not end with the question of the document,"
+                    f" so no zero-shot prompt can be derived; use targets.variant {source_variant!r}"
+                )
+            unit = replace(unit, prompt=prompt)
         units.append(unit)
     return units
-
-
-def _zero_shot_prompt(unit: Unit, doc: Mapping[str, Any], source_variant: str) -> str:
-    """Return the last block of a few-shot prompt, the question of the document without the examples before it."""
-    questions = [doc[key] for key in ("query", "question") if doc.get(key)]
-    prompt = next((str(question) for question in questions if unit.prompt.endswith(f"\n\n{question}")), None)
-    if prompt is None:
-        raise TargetError(
-            f"{unit.unit_id}: the prompt of {source_variant} does not end with the question of the document,"
-            f" so no zero-shot prompt can be derived; use targets.variant {source_variant!r}"
-        )
-    return prompt
 
 
 def _read_requests(path: Path) -> Iterator[Request]:

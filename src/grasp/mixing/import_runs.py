@@ -186,9 +186,7 @@ def import_runs(
     return runs
 
 
-def read_mixtures(
-    source: Path | str | pa.Table, values: Sequence[str], measure: str = "tokens"
-) -> tuple[tuple[str, ...], F64]:
+def read_mixtures(source: Path | str | pa.Table, values: Sequence[str], measure: str) -> tuple[tuple[str, ...], F64]:
     """Read mixtures: their names, and their shares (B, G) of `values`.
 
     The table has one line per mixture and one column per value, and columns of zeros may be missing; or one line per
@@ -243,10 +241,8 @@ def read_mixtures(
 def _read_weights(
     table: pa.Table, location: str, label: str | None, weights: str, columns: Sequence[str], notes: list[str]
 ) -> tuple[Kind, pa.Table]:
-    """Return what the weights are of (rows, shares or times), and a table of run, name and weight.
-
-    A table in long form is recognized by its columns; otherwise there is one column of weights per label value.
-    """
+    """Return what the weights are of (rows, shares or times), and a table of run, name and weight."""
+    # a table in long form is recognized by its columns; otherwise there is one column of weights per label value
     names = {name.lower(): name for name in table.column_names}
     row_column = next((names[option] for option in ROW_COLUMNS if option in names), None)
     if row_column is not None:
@@ -327,7 +323,13 @@ class _WideTable:
             [count_text(sizes[r]) if isinstance(sizes[r], int | float) else sizes[r] for r in chosen_R],
         ]
         for name in ("params", "tokens"):
-            counts = _counts(self.metadata[name])
+            numbers = float_column(self.metadata[name])
+            if numbers is None:  # such as `1.2B`
+                numbers = np.zeros(len(self.runs))
+                for i, cell in enumerate(self.metadata[name].to_pylist()):
+                    with suppress(SettingsError):
+                        numbers[i] = parse_tokens(str(cell))
+            counts = [count if MIN_COUNT <= count < np.inf else None for count in numbers.tolist()]
             if any(count is not None for count in counts):
                 notes.append(f"{name} of the runs: from the column {self.metadata_columns[name]!r}")
             fields_of_run.append([counts[r] for r in chosen_R])
@@ -338,17 +340,6 @@ class _WideTable:
         ]
         columns += [pa.array(metrics).take(pa.array(t)), pa.array([WHOLE_TASK] * len(t)), value_RT[chosen_R].ravel()]
         return pa.table(columns, RESULTS_SCHEMA), [self.runs[r] for r in np.flatnonzero(is_failed_R)]
-
-
-def _counts(column: pa.ChunkedArray) -> list[float | None]:
-    """Return numbers of parameters or tokens, such as 1.2e9 or `1.2B`; None where a cell is none, such as 0.9."""
-    numbers = float_column(column)
-    if numbers is None:
-        numbers = np.zeros(len(column))
-        for r, cell in enumerate(column.to_pylist()):
-            with suppress(SettingsError):
-                numbers[r] = parse_tokens(str(cell))
-    return [count if MIN_COUNT <= count < np.inf else None for count in numbers.tolist()]
 
 
 def _parse_seed(value: Any, location: str) -> int:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from scipy.stats import f as f_distribution
 from scipy.stats import norm
 
-from grasp.arrays import F64, Bool, ratio
+from grasp.arrays import ratio
 from grasp.mixing.mixture_model import MixtureModel, Runs
 from grasp.results import Result
 
@@ -58,8 +58,16 @@ def assess(model: MixtureModel) -> Result:
     error_T, predicted_RT = (residual_RT**2).mean(axis=0), utility_RT - residual_RT
     covariance_T = ((predicted_RT - predicted_RT.mean(axis=0)) * (utility_RT - utility_RT.mean(axis=0))).mean(axis=0)
     correlation_T = ratio(covariance_T, predicted_RT.std(axis=0) * utility_RT.std(axis=0))
-    noise_T, is_noise_T, has_seeds = _noise(utility_RST, error_T, correlation_T)
-    seeds = float((~np.isnan(utility_RST[:, :, 0])).sum(axis=1).mean())
+    seeds_RT = (~np.isnan(utility_RST)).sum(axis=1)
+    freedom_T, seeds = (seeds_RT - 1).sum(axis=0), float(seeds_RT[:, 0].mean())
+    has_seeds = bool(freedom_T.all())
+    if has_seeds:
+        noise_T = np.sqrt(np.nansum((utility_RST - utility_RT[:, None]) ** 2, axis=(0, 1)) / freedom_T)
+        ratio_T = variance_T * seeds_RT.mean(axis=0) / np.maximum(noise_T**2, np.finfo(np.float64).tiny)
+        is_noise_T = ratio_T < f_distribution.isf(SIGNIFICANCE, n_runs - 1, freedom_T)
+    else:
+        noise_T = np.sqrt(error_T)
+        is_noise_T = correlation_T < norm.isf(CORRELATION_SIGNIFICANCE) / math.sqrt(n_runs)
     spread_T = np.sqrt(np.maximum(variance_T - noise_T**2 / seeds, 0.0))
     excess_T = np.maximum(error_T - noise_T**2 / seeds, 0.0) if has_seeds else error_T
     signal_T = spread_T**2 if has_seeds else variance_T
@@ -97,17 +105,3 @@ def assess(model: MixtureModel) -> Result:
         (*notes, *model.notes[1:]),
         signs=False,
     )
-
-
-def _noise(utility_RST: F64, error_T: F64, correlation_T: F64) -> tuple[F64, Bool, bool]:
-    """Return the noise of a run, (T,), whether the spread is not above it, (T,), and whether it is from seeds."""
-    n_runs = len(utility_RST)
-    seeds_RT = (~np.isnan(utility_RST)).sum(axis=1)
-    freedom_T = (seeds_RT - 1).sum(axis=0)
-    if not freedom_T.all():
-        critical = norm.isf(CORRELATION_SIGNIFICANCE) / math.sqrt(n_runs)
-        return np.sqrt(error_T), correlation_T < critical, False
-    mean_RT = np.nanmean(utility_RST, axis=1)
-    noise_T = np.sqrt(np.nansum((utility_RST - mean_RT[:, None]) ** 2, axis=(0, 1)) / freedom_T)
-    ratio_T = mean_RT.var(axis=0, ddof=1) * seeds_RT.mean(axis=0) / np.maximum(noise_T**2, np.finfo(np.float64).tiny)
-    return noise_T, ratio_T < f_distribution.isf(SIGNIFICANCE, n_runs - 1, freedom_T), True

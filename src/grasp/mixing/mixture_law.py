@@ -119,19 +119,30 @@ class MixtureLaw:
         Cost: linear in metrics, settings and folds; 13 metrics of 64 runs take a second.
         """
         n_runs, n_metrics = utility_RT.shape
-        scale_RX, mixture_R, settings = np.empty((n_runs, 0)), np.arange(n_runs), SETTINGS
-        if log_scale_RX is not None:
-            scale_RX, settings = log_scale_RX - log_scale_RX.mean(axis=0), SCALED_SETTINGS
+        mixture_R, settings, has_scales = np.arange(n_runs), SETTINGS, log_scale_RX is not None
+        log_scale_RX = np.empty((n_runs, 0)) if log_scale_RX is None else log_scale_RX
+        if has_scales:
+            settings = SCALED_SETTINGS
             mixture_R = np.unique(share_RG.round(EQUAL_DECIMALS), axis=0, return_inverse=True)[1].reshape(-1)
-        fold_R, largest_R = mixture_R % MAX_FOLDS, _largest(scale_RX)
-        growths = list(product(*map(_growths, scale_RX.T, GROWTH)))
-        fits = [
-            [
-                _MetricFit.of(share_RG, utility_R, scale_RX, fold_R, *setting, np.array(growth))
-                for setting, growth in product(settings, growths)
-            ]
-            for utility_R in utility_RT.T
-        ]
+        centre_X, largest_X = log_scale_RX.mean(axis=0), log_scale_RX.max(axis=0)
+        next_X = np.where(log_scale_RX < largest_X, log_scale_RX, -np.inf).max(axis=0)
+        scale_RX, fold_R = log_scale_RX - centre_X, mixture_R % MAX_FOLDS
+        n_scales_X = np.array([len(np.unique(scale_R)) for scale_R in scale_RX.T])
+        # runs at the largest of enough sizes or lengths
+        largest_R = (log_scale_RX >= largest_X)[:, n_scales_X >= MIN_SCALES].any(axis=1)
+        growths_X = (
+            (0.0,) if n_scales == 1 else (default,) if n_scales < MIN_SCALES else GROWTHS
+            for n_scales, default in zip(n_scales_X, GROWTH, strict=False)
+        )
+        growths = list(product(*growths_X))
+        fits: list[list[_MetricFit]] = [[] for _ in range(n_metrics)]  # by metric and setting
+        for (exponent, margin, penalty), growth in product(settings, growths):
+            growth_X = np.array(growth)
+            power_RJ, cost_RJ = _powers(share_RG, exponent), _costs(share_RG, scale_RX, growth_X)
+            for utility_R, of_metric in zip(utility_RT.T, fits, strict=True):
+                ceiling = float(utility_R.max() + margin * np.ptp(utility_R))
+                excess_R = ceiling - utility_R
+                of_metric.append(_MetricFit(exponent, ceiling, growth_X, penalty, power_RJ, cost_RJ, excess_R, fold_R))
         held_out_TKR = np.array([[fit.held_out() for fit in of_metric] for of_metric in fits])
         floor_T, variance_T1 = utility_RT.min(axis=0) - np.ptp(utility_RT, axis=0), utility_RT.var(axis=0)[:, None]
         held_out_TKR = np.maximum(held_out_TKR, floor_T[:, None, None])
@@ -145,7 +156,7 @@ class MixtureLaw:
         held_out_RT = held_out_TKR[np.arange(n_metrics), chosen_T].T
         mean_T = held_out_RT.mean(axis=0)
         variants: list[tuple[tuple[float, MetricLaw], ...]] = []
-        if log_scale_RX is not None:
+        if has_scales:
             folds, n_mixtures = np.unique(fold_R), len(np.unique(mixture_R))
             jackknife = (len(folds) - 1) / len(folds)
             for of_metric, error_K, k in zip(fits, error_TK, chosen_T, strict=True):
@@ -156,8 +167,9 @@ class MixtureLaw:
         law = cls(
             tuple(of_metric[k].law(every_R) for of_metric, k in zip(fits, chosen_T, strict=True)),
             tuple(variants),
-            np.empty(0) if log_scale_RX is None else log_scale_RX.mean(axis=0),
-            *_ends(np.empty((n_runs, 0)) if log_scale_RX is None else log_scale_RX),
+            centre_X,
+            largest_X,
+            largest_X - next_X,  # infinite if there is no other
             np.sqrt(extrapolation_TK[np.arange(n_metrics), chosen_T]),
             floor_T,
             mean_T,
@@ -210,22 +222,6 @@ class _MetricFit:
     cost_RJ: F64  # what d and e are multiplied by
     excess_R: F64  # u* - u
     fold_R: Integers
-
-    @classmethod
-    def of(
-        cls,
-        share_RG: F64,
-        utility_R: F64,
-        scale_RX: F64,
-        fold_R: Integers,
-        exponent: float,
-        margin: float,
-        penalty: float,
-        growth_X: F64,
-    ) -> Self:
-        ceiling = float(utility_R.max() + margin * np.ptp(utility_R))
-        power_RJ, cost_RJ = _powers(share_RG, exponent), _costs(share_RG, scale_RX, growth_X)
-        return cls(exponent, ceiling, growth_X, penalty, power_RJ, cost_RJ, ceiling - utility_R, fold_R)
 
     def law(self, fitted_R: Bool) -> MetricLaw:
         return MetricLaw(self.exponent, self.ceiling, self.growth_X, self.coefficients(fitted_R))
@@ -284,24 +280,6 @@ def _utility(ceiling: float, power_BJ: F64, cost_BJ: F64, coefficient_J: F64) ->
     n_values = power_BJ.shape[1]
     z = np.maximum(power_BJ @ coefficient_J[:n_values], SMALLEST)
     return np.asarray(ceiling - 1.0 / z - cost_BJ @ coefficient_J[n_values:])
-
-
-def _growths(scale_R: F64, default: float) -> tuple[float, ...]:
-    n_different = len(np.unique(scale_R))
-    return (0.0,) if n_different == 1 else (default,) if n_different < MIN_SCALES else GROWTHS
-
-
-def _ends(log_scale_RX: F64) -> tuple[F64, F64]:
-    """Return the largest size and length, and the step to each from the next one; infinite if there is no other."""
-    largest_X = log_scale_RX.max(axis=0)
-    others_RX = np.where(log_scale_RX < largest_X, log_scale_RX, -np.inf)
-    return largest_X, largest_X - others_RX.max(axis=0)
-
-
-def _largest(scale_RX: F64) -> Bool:
-    """Return which runs have the largest of `MIN_SCALES` or more sizes or lengths."""
-    enough_X = np.array([len(np.unique(scale_R)) >= MIN_SCALES for scale_R in scale_RX.T], dtype=bool)
-    return np.asarray((scale_RX >= scale_RX.max(axis=0, initial=-np.inf))[:, enough_X].any(axis=1))
 
 
 def fit_process(

@@ -142,27 +142,19 @@ class MixtureModel:
     def notes(self) -> tuple[str, ...]:
         """Notes on the predictions, for display; the first says what the intervals are."""
         size = f" of size {self.table.sizes[0]}" if self.table.sizes else f" of {self.scale}" if self.scale else ""
-        notes = (
-            f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}",
-            *self._rank_notes(),
-            *constant_note(self.constant),
-        )
+        notes = [f"{COVERAGE:.0%} intervals, for the mean of many seeds{size}"]
+        if self.scale_RX is not None:
+            share_BG, small = np.unique(self.share_RG, axis=0), replace(self, at_X=self.scale_RX.min(axis=0))
+            rho = float(spearman(*(model.predict_objective(share_BG)[:, None] for model in (small, self)))[0])
+            notes.append(f"predicted rank correlation between mixtures of {small.scale} and of {self.scale}: {rho:.2f}")
+        notes += constant_note(self.constant)
         n_runs, n_values = self.share_RG.shape
-        if n_runs >= RUNS_PER_VALUE * n_values:
-            return notes
-        few = (
-            f"{n_runs} runs for {n_values} values of {self.table.info.label} are too few for useful intervals; import "
-            f"{RUNS_PER_VALUE * n_values} or more"
-        )
-        return *notes, few
-
-    def _rank_notes(self) -> list[str]:
-        """Return a note on how far the order of the runs' mixtures is that of the smallest runs."""
-        if self.scale_RX is None:
-            return []
-        share_BG, small = np.unique(self.share_RG, axis=0), replace(self, at_X=self.scale_RX.min(axis=0))
-        rho = float(spearman(*(model.predict_objective(share_BG)[:, None] for model in (small, self)))[0])
-        return [f"predicted rank correlation between mixtures of {small.scale} and of {self.scale}: {rho:.2f}"]
+        if n_runs < RUNS_PER_VALUE * n_values:
+            notes.append(
+                f"{n_runs} runs for {n_values} values of {self.table.info.label} are too few for useful intervals; "
+                f"import {RUNS_PER_VALUE * n_values} or more"
+            )
+        return tuple(notes)
 
     @property
     def objective_unit(self) -> str:
@@ -300,11 +292,7 @@ class RunsMixture(Result):
 
 
 def _target_scale(name: str, log_scale_RX: F64 | None, requested: Sequence[str | float | None]) -> F64 | None:
-    """Return the logarithm of the parameters and tokens to predict for, the largest of the runs where none is given.
-
-    Raises:
-        RunsError: the runs do not differ in what is requested, or are too far from it.
-    """
+    """Return the logarithm of the parameters and tokens to predict for, the largest of the runs where none is given."""
     at = [
         None if value is None else float(np.log(parse_tokens(value, what)))
         for value, what in zip(requested, SCALES, strict=True)

@@ -6,7 +6,7 @@ nothing that the model receives, and is independent of shuffling, padding and th
 Start with `segments`. Shape letters: B lines of a batch, L tokens, P scored tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from grasp.arrays import I64, Bool
-from grasp.errors import SettingsError
 
 IGNORED = -100  # label of a token without loss
 UNLABELLED = "(unlabelled)"  # value of a row without one, and of a segment that is no row of the dataset
@@ -60,10 +59,21 @@ def segments(inputs: Mapping[str, Any], outputs: Any = None) -> list[Segment]:
             scored_PV = logits[b, -n_scored - 1 : -1][mask[1:]]
             losses_BL[b, mask.cpu()] = token_losses(scored_PV, labels[b, mask]).cpu().double()
     ids, has_loss, losses = (part.cpu().numpy() for part in (ids, has_loss_BL, losses_BL))
+    present_BL, positions_BL = (
+        part.cpu().numpy() if isinstance(part, Tensor) and part.shape == ids.shape else np.ones(ids.shape)
+        for part in (inputs.get("attention_mask"), inputs.get("position_ids"))
+    )
     parts = []
-    for b, place in _bounds(inputs, ids.shape):
-        mask_L = has_loss[b, place] & (np.arange(place.stop - place.start) > 0)
-        parts.append(Segment(ids[b, place], mask_L, float(losses[b, place][mask_L].sum())))
+    for b, present_L in enumerate(present_BL):
+        places = np.flatnonzero(present_L)
+        if not len(places):
+            continue
+        first, end = places[0], places[-1] + 1
+        starts = first + np.flatnonzero(positions_BL[b, first:end] == 0)
+        for bounds in pairwise(np.unique([first, *starts, end]).tolist()):
+            place = slice(*bounds)
+            mask_L = has_loss[b, place] & (np.arange(place.stop - place.start) > 0)
+            parts.append(Segment(ids[b, place], mask_L, float(losses[b, place][mask_L].sum())))
     return parts
 
 
@@ -71,36 +81,3 @@ def token_losses(logits_PV: Tensor, ids_P: Tensor) -> Tensor:
     """Return the losses of tokens in nats, (P,), float32 or wider."""
     logits_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
     return F.cross_entropy(logits_PV, ids_P, reduction="none")
-
-
-def _bounds(inputs: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-    """Yield the line and the place of each segment."""
-    mask, positions = (
-        part.cpu().numpy() if isinstance(part, Tensor) and part.shape == shape else np.ones(shape)
-        for part in (inputs.get("attention_mask"), inputs.get("position_ids"))
-    )
-    for b in range(shape[0]):
-        if len(present := np.flatnonzero(mask[b])):
-            first, end = present[0], present[-1] + 1
-            starts = first + np.flatnonzero(positions[b, first:end] == 0)
-            yield from ((b, slice(*bounds)) for bounds in pairwise(np.unique([first, *starts, end]).tolist()))
-
-
-def values_of_rows(dataset: Any, labels: Sequence[Label]) -> list[tuple[str, ...]]:
-    """Return the values of the labels of each row of a dataset.
-
-    Raises:
-        SettingsError: a column is missing.
-    """
-    known = getattr(dataset, "column_names", None) or list(dataset[0])
-    columns = [label for label in labels if not callable(label)]
-    for column in columns:
-        if column not in known:
-            raise SettingsError(
-                f"label: the training dataset has no column {column!r}, got {', '.join(known)}; packing drops all "
-                "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
-            )
-    if len(columns) == len(labels) and hasattr(dataset, "select_columns"):
-        dataset = dataset.select_columns(columns)  # others are not decoded
-    values = ((label(row) if callable(label) else row[label] for label in labels) for row in dataset)
-    return [tuple(UNLABELLED if value is None else str(value) for value in row_values) for row_values in values]

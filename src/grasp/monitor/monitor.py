@@ -162,8 +162,19 @@ class Monitor(TrainerCallback):  # type: ignore[misc]  # transformers has no typ
             keys = ([batches.hash_ids(*(part.ids for part in sides))] for sides in parts)
             if getattr(trainer, "precompute_ref_logps", False):
                 references = np.subtract(*(data[f"ref_{side}_logps"][:] for side in ("chosen", "rejected")))
+        known = getattr(data, "column_names", None) or list(data[0])
+        columns = [label for label in self.labels if not callable(label)]
+        if missing := [column for column in columns if column not in known]:
+            raise SettingsError(
+                f"label: the training dataset has no column {missing[0]!r}, got {', '.join(known)}; packing drops all "
+                "columns, so pass the dataset before it: Monitor(label, rows=dataset)"
+            )
+        if len(columns) == len(self.labels) and hasattr(data, "select_columns"):
+            data = data.select_columns(columns)  # others are not decoded
         row_of, n_ambiguous, n_without = dict[int, tuple[Values, float]](), 0, 0
-        for k, (row_keys, values) in enumerate(zip(keys, batches.values_of_rows(data, self.labels), strict=True)):
+        for k, (row_keys, line) in enumerate(zip(keys, data, strict=True)):
+            labels = (label(line) if callable(label) else line[label] for label in self.labels)
+            values = tuple(batches.UNLABELLED if label is None else str(label) for label in labels)
             row = values, 0.0 if references is None else float(references[k])
             n_ambiguous += sum(row_of.setdefault(key, row)[0] != values for key in row_keys)
             n_without += batches.UNLABELLED in values

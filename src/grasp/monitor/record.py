@@ -163,25 +163,21 @@ def _state(row: Line) -> str:
     return HELPS if row["high"] < 0 else HURTS
 
 
-def _verdict(measured: Sequence[Line]) -> str:
-    """Return what a source does to a target, and since which step."""
-    states = [_state(row) for row in measured]
-    if states[-1] != UNCLEAR:
-        since = next(k for k in range(len(states)) if set(states[k:]) == {states[-1]})
-        return f"{states[-1]} since step {measured[since]['step']}"
-    helped = [row["step"] for row, state in zip(measured, states, strict=True) if state == HELPS]
-    return f"{STOPPED} after step {helped[-1]}" if helped else f"{UNCLEAR}; {NEVER}"
-
-
 def _effects(record: MonitorRecord) -> list[Line]:
-    """Return the effects of sources on targets."""
+    """Return the effects of sources on targets, and since which step they help or hurt."""
     rows = []
     for target in record.by("target", "effect"):
         for source, measured in record.by("source", "effect", target=target).items():
             last = measured[-1]
             effects = np.array([measured[0]["value"], last["value"], last["low"], last["high"]], dtype=float) / UNIT
             cells = dict(zip(("first", "last", "low", "high"), effects.tolist(), strict=True))
-            rows.append({"target": target, "source": source, **cells, "verdict": _verdict(measured)})
+            states = [_state(row) for row in measured]
+            helped = [row["step"] for row, state in zip(measured, states, strict=True) if state == HELPS]
+            verdict = f"{STOPPED} after step {helped[-1]}" if helped else f"{UNCLEAR}; {NEVER}"
+            if states[-1] != UNCLEAR:
+                since = next(k for k in range(len(states)) if set(states[k:]) == {states[-1]})
+                verdict = f"{states[-1]} since step {measured[since]['step']}"
+            rows.append({"target": target, "source": source, **cells, "verdict": verdict})
     return rows
 
 

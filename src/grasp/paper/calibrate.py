@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from grasp.artifact.reader import ArtifactReader, Opened
-from grasp.paper.candidates import ProtocolFamily, family_for, load_family
+from grasp.paper.candidates import ProtocolFamily, default_family, load_family, subsets_for
 from grasp.paper.development_runs import bind_developments
 from grasp.paper.protocol_selection import (
     ProtocolSelection,
@@ -73,11 +73,16 @@ def calibrate(
     """
     artifacts = [art.files for art in (arts if isinstance(arts, Sequence) else [arts])]
     development_runs = bind_all_runs(runs, artifacts[0])
-    if family is None:
-        n_subsets = len({(each.path, subset_id) for each in development_runs for subset_id in each.info.subset_ids})
-        candidate_family, reasons = family_for(n_subsets)
-    else:
-        candidate_family, reasons = load_family(family), []
+    n_subsets = len({(each.path, subset_id) for each in development_runs for subset_id in each.info.subset_ids})
+    candidate_family, reasons = default_family() if family is None else load_family(family), list[str]()
+    if family is None and n_subsets < (required := subsets_for(n_protocols := candidate_family.size)):
+        # kernels and their sums, with the side and scale of the built-in protocol
+        restrictions = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
+        candidate_family = candidate_family.model_copy(update=restrictions)
+        reasons.append(
+            f"short list of {candidate_family.size} protocols without geometry: with {n_subsets} subsets the best of "
+            f"{n_protocols:,} would be chance; the whole list requires {required} subsets (--family overrides this)"
+        )
     developments = bind_developments(
         artifacts,
         development_runs,

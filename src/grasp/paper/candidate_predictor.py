@@ -163,7 +163,19 @@ class CandidatePredictor(Alignment):
             task[kernel], unit[kernel] = self.changes(predictor)
             if components:
                 task_std[kernel], unit_std[kernel] = self._family_std(predictor)
-        geometry = self._geometry(settings, components) | self._shuffled_geometry(settings, candidates)
+        geometry = self._shuffled_geometry(settings, candidates)
+        if components:
+            resolved = settings.protocol([], components).resolved_for(self.source)
+            sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
+            terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
+            z_of_blocks = [
+                terms.z_scores(
+                    {name: sketch.sketch_sums(block.weights) for name, sketch in sketches.items()},
+                    WeightSums.from_weights(block.weights),
+                )
+                for block in self.blocks
+            ]
+            geometry |= {name: np.concatenate([z[name] for z in z_of_blocks])[:, None] for name in components}
         return ComponentValues(
             subset_ids=tuple(name for block in self.blocks for name in block.subset_ids),
             targets=artifact_targets,
@@ -199,23 +211,6 @@ class CandidatePredictor(Alignment):
             stds.append(gain_C * _positive_std(moments))
         return stds[0], stds[-1]
 
-    def _geometry(self, settings: ComponentSettings, components: Sequence[str]) -> dict[str, F64]:
-        """Return z-scores of geometric components over the family, (B, 1)."""
-        if not components:
-            return {}
-        protocol = settings.protocol([], components)
-        resolved = protocol.resolved_for(self.source)
-        sketches = {name: SketchWithNorms(self.source, name) for name in required_sketches(resolved.components)}
-        terms = GeometryTerms.from_artifact(self.source, resolved, sketches, self._family)
-        z_of_blocks = [
-            terms.z_scores(
-                {name: sketch.sketch_sums(block.weights) for name, sketch in sketches.items()},
-                WeightSums.from_weights(block.weights),
-            )
-            for block in self.blocks
-        ]
-        return {name: np.concatenate([z[name] for z in z_of_blocks])[:, None] for name in components}
-
     def _shuffled_geometry(self, settings: ComponentSettings, candidates: Sequence[Candidate]) -> dict[str, F64]:
         """Return z-scores of K_pair, and of K_raw = K_self + K_pair, with shuffled pairs, (B, 1)."""
         components = {name for c in candidates if c.shuffled for name, _ in c.components}
@@ -241,7 +236,13 @@ class CandidatePredictor(Alignment):
         weight_BN = weight_BN * WeightSums.from_weights(weights).factor(side, weighting)[:, None]
         values: dict[str, F64] = {}
         for name in sketch_names:
-            sketch_ND, shuffled = self._shuffled_sketch(name)
+            if name not in self._shuffle_cache:  # `joint` concatenates hidden and residual
+                stored = required_sketches([f"{name}.pair"])
+                blocks_of = [self.source.array_blocks(f"{sketch}_sketch") for sketch in stored]
+                arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in blocks_of]
+                sketch_ND = np.concatenate(arrays, axis=1)
+                self._shuffle_cache[name] = sketch_ND, ShuffledPairs.draw(sketch_ND, seed=0)
+            sketch_ND, shuffled = self._shuffle_cache[name]
             values[f"{name}.pair"] = pair_B = shuffled.k_pair(weight_BN)
             values[f"{name}.raw"] = pair_B + weight_BN**2 @ np.einsum("nd,nd->n", sketch_ND, sketch_ND)
         return values
@@ -252,18 +253,7 @@ class CandidatePredictor(Alignment):
 
     @cached_property
     def _shuffle_cache(self) -> dict[str, tuple[F64, ShuffledPairs]]:
-        return {}  # filled by `_shuffled_sketch`
-
-    def _shuffled_sketch(self, name: str) -> tuple[F64, ShuffledPairs]:
-        """Return a sketch (N, D) and its shuffle from a cache; `joint` concatenates hidden and residual."""
-        if name not in self._shuffle_cache:
-            stored = [
-                self.source.array_blocks(f"{sketch}_sketch") for sketch in required_sketches({f"{name}.pair": 1.0})
-            ]
-            arrays = [np.concatenate([block.astype(np.float64) for _, block in blocks]) for blocks in stored]
-            sketch_ND = np.concatenate(arrays, axis=1)
-            self._shuffle_cache[name] = sketch_ND, ShuffledPairs.draw(sketch_ND, seed=0)
-        return self._shuffle_cache[name]
+        return {}  # sketches (N, D) and their shuffles, filled by `_shuffled_block`
 
 
 def _positive_std(mean_std: MeanStd) -> F64:

@@ -9,7 +9,6 @@ retrained subsets that a family requires.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -18,7 +17,6 @@ from pydantic import Field, field_validator
 from scipy.special import ndtri
 
 from grasp.errors import ProtocolError, SettingsError
-from grasp.files import write_atomically
 from grasp.paper.protocol import COMPONENT, InteractionProtocol, Standardize
 from grasp.paper.subset_sums import Kind, SketchName, required_sketches
 from grasp.predict.scoring_rule import KernelName, ScoringProtocol
@@ -29,6 +27,7 @@ from grasp.yaml_files import read_yaml, validated
 
 TaskStandard = Literal["mean_relevance", "mean_of_standardised"]
 Criterion = Literal["task_rho", "mean_lds"]
+FAMILY_FILE = Path(__file__).with_name("family.yaml")  # the built-in family, with comments
 MAX_MEMBERS = 20_000
 DELTA = 0.05  # probability that the bound of any member fails
 # Largest acceptable distance between the mean rho of an uninformative protocol and its lower confidence bound.
@@ -225,18 +224,12 @@ class ProtocolFamily(Settings):
 def needed_arrays(candidate: Candidate) -> set[str]:
     """Return the names of the arrays that a candidate reads."""
     kernels = {f"relevance_{kernel}" for kernel, _ in candidate.match}
-    return kernels | {f"{name}_sketch" for name in required_sketches(dict(candidate.components))}
+    return kernels | {f"{name}_sketch" for name in required_sketches(name for name, _ in candidate.components)}
 
 
 def default_family() -> ProtocolFamily:
     """Load the built-in family."""
-    with as_file(files("grasp.paper").joinpath("family.yaml")) as path:
-        return load_family(path)
-
-
-def write_default_family(path: Path) -> None:
-    """Write the built-in family with its comments to a file, atomically, as a template."""
-    write_atomically(path, files("grasp.paper").joinpath("family.yaml").read_bytes())
+    return load_family(FAMILY_FILE)
 
 
 def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
@@ -248,20 +241,6 @@ def load_family(path: ProtocolFamily | Path | str) -> ProtocolFamily:
     except SettingsError as err:
         raise ProtocolError(str(err)) from err
     return validated(ProtocolFamily, data, f"family {path}", ProtocolError)
-
-
-def family_for(n_subsets: int) -> tuple[ProtocolFamily, list[str]]:
-    """Return the family that `n_subsets` subsets are sufficient for, and a note if it is the short list."""
-    whole = default_family()
-    if n_subsets >= subsets_for(whole.size):
-        return whole, []
-    # kernels and their sums, with the side and scale of the built-in protocol
-    restrictions = {"sides": ("retained",), "standardize": ("mean_relevance",), "components": ((),)}
-    short = whole.model_copy(update=restrictions)
-    return short, [
-        f"short list of {short.size} protocols without geometry: with {n_subsets} subsets the best of {whole.size:,} "
-        f"would be chance; the whole list requires {subsets_for(whole.size)} subsets (--family overrides this)"
-    ]
 
 
 def subsets_for(n_protocols: int) -> int:

@@ -10,6 +10,7 @@ from grasp.cli.app import command, option
 from grasp.cli.console import check_outputs, print_evaluation, print_result
 from grasp.cli.options import Art, JsonFile, split_names
 from grasp.errors import SettingsError
+from grasp.files import write_atomically
 
 commands = typer.Typer()  # the entry point of the group `grasp.commands`
 SECTION = "Evaluate predictions"  # of `grasp --help`
@@ -44,9 +45,9 @@ def calibrate(
         if flags or listing.exists():
             problem = f"cannot be combined with {flags}; drop it" if flags else f"{listing} already exists; remove it"
             raise SettingsError(f"--list: {problem}")
-        from grasp.paper.candidates import write_default_family
+        from grasp.paper.candidates import FAMILY_FILE
 
-        write_default_family(listing)
+        write_atomically(listing, FAMILY_FILE.read_bytes())
         print(f"{listing}: every combination of its lists is one protocol; edit the file and pass it with --family")
         return
     required = {"ART": paths, "--runs": runs, "--out": out}

@@ -19,7 +19,7 @@ from grasp.paper.candidates import (
     load_family,
     needed_arrays,
 )
-from grasp.paper.development_runs import Development, bind_developments
+from grasp.paper.development_runs import bind_developments
 from grasp.paper.protocol_selection import select_protocol
 from grasp.paper.shuffled_pairs import MAX_ROWS
 from grasp.predict.default_protocol import resolve_protocol
@@ -62,15 +62,26 @@ def controls(
     full = default_family() if family is None else load_family(family)
     selection_runs = bind_all_runs(development, artifact) or [evaluated]
     developments = bind_developments([artifact], selection_runs, calibration_subsets=full.calibration_subsets)
-    candidates, notes = control_methods(full, developments, resamples=resamples)
+    families = {control.name: full.restricted(control) for control in CONTROLS}
+    families |= {f"full-{side}": full.model_copy(update={"sides": (side,)}) for side in SIDES}
+    sources = [each.predictor.source for each in developments]
+    fingerprints = {result: value for each in developments for result, value in each.results.items()}
+    candidates: dict[str, Candidate] = {}
+    notes = [f"weights of every control were selected on {', '.join(fingerprints)}"]
+    for name, restricted in families.items():
+        if not all(restricted.members(source.array_names)[0] for source in sources):
+            notes.append(f"control {name}: skipped; no protocol of the family remains")
+            continue
+        if restricted.shuffled and max(source.n_rows for source in sources) > MAX_ROWS:
+            notes.append(f"control {name}: skipped; more than {MAX_ROWS:,} rows have too many pairs")
+            continue
+        candidates[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
+        notes.append(f"control {name}: {candidates[name].name}")
     predictor = CandidatePredictor.from_runs(evaluated, artifact)
     predictions = [
         replace(result, cost=read_cost(needed_arrays(candidates[result.method]), artifact))
         for result in predictor.predict_candidates(candidates, tuple(predictor.run_targets.values()))
     ]
-    fingerprints = {
-        result: fingerprint for development in developments for result, fingerprint in development.results.items()
-    }
     selected_on = targets_selected_on(fingerprints, predictor.runs_fingerprint)
     built_in = resolve_protocol(None, artifact, known_questions=True)
     return compare(
@@ -82,35 +93,3 @@ def controls(
         resamples=resamples,
         notes=[f"protocol {built_in.name}: {built_in.selection_summary}", *notes],
     )
-
-
-def control_methods(
-    family: ProtocolFamily, developments: Sequence[Development], *, resamples: int = RESAMPLES
-) -> tuple[dict[str, Candidate], list[str]]:
-    """Select the controls of the paper, and the full predictor for each side, on development results.
-
-    Args:
-        family: candidate protocols of the full predictor.
-        developments: development runs with their artifacts.
-        resamples: bootstrap resamples of the subsets.
-    Returns:
-        The selected candidate of each control, and one note per control: the candidate, or why there is none.
-    Raises:
-        ProtocolError: fewer than two development results.
-    """
-    families = {control.name: family.restricted(control) for control in CONTROLS}
-    families |= {f"full-{side}": family.model_copy(update={"sides": (side,)}) for side in SIDES}
-    sources = [development.predictor.source for development in developments]
-    results = ", ".join(name for dev in developments for name in dev.results)
-    selected: dict[str, Candidate] = {}
-    notes = [f"weights of every control were selected on {results}"]
-    for name, restricted in families.items():
-        if not all(restricted.members(source.array_names)[0] for source in sources):
-            notes.append(f"control {name}: skipped; no protocol of the family remains")
-            continue
-        if restricted.shuffled and max(source.n_rows for source in sources) > MAX_ROWS:
-            notes.append(f"control {name}: skipped; more than {MAX_ROWS:,} rows have too many pairs")
-            continue
-        selected[name] = select_protocol(restricted, developments, resamples=resamples).best.candidate
-        notes.append(f"control {name}: {selected[name].name}")
-    return selected, notes

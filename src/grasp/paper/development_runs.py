@@ -80,7 +80,7 @@ def bind_developments(
     all_runs: Sequence[TrainingRuns],
     *,
     targets: Sequence[str] | None = None,
-    calibration_subsets: int = 256,
+    calibration_subsets: int,
 ) -> list[Development]:
     """Bind every environment to the artifacts that were built from its corpus.
 

@@ -175,10 +175,7 @@ class InteractionPredictor(Predictor):
     def _relevance_change(self, sum_BC: F64, offset_C: F64, sums: SubsetSums) -> F64:
         """Return A of subsets minus A of the corpus, (B, C), for the side and weighting of the protocol.
 
-        Args:
-            sum_BC: weighted sums over the subsets of row values that add up to 0 over the corpus.
-            offset_C: constant that is added to the value of every row.
-            sums: sums of weights of the same subsets.
+        `sum_BC` is of row values that add up to 0 over the corpus; `offset_C` is added to the value of every row.
         """
         assert isinstance(sums, InteractionSums)
         side, weighting, total_C = self.protocol.side, self.protocol.weighting, self.n_rows * offset_C

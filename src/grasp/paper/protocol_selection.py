@@ -122,8 +122,14 @@ def select_protocol(
         )
         if defined
     ]
+    remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
+    ranked: list[Score] = []
+    while remaining:
+        tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE_TOLERANCE]
+        ranked += sorted(tied, key=lambda score: len(score.candidate.match + score.candidate.components))
+        remaining = remaining[len(tied) :]
     return ProtocolSelection(
-        scores=tuple(_ranked(scores)),
+        scores=tuple(ranked),
         criterion=family.criterion,
         undefined={"predictions are constant": int((~defined_C).sum())} if not defined_C.all() else {},
         not_served=total - len(candidates),
@@ -209,14 +215,3 @@ def provenance_path(protocol: Path) -> Path:
 def write_provenance(record: Mapping[str, Any], path: Path) -> None:
     """Write the record atomically."""
     write_atomically(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
-
-
-def _ranked(scores: Sequence[Score]) -> list[Score]:
-    """Sort by descending LCB; ties (TIE_TOLERANCE) are sorted by number of terms."""
-    remaining = sorted(scores, key=lambda score: -score.lcb)  # stable: equal scores keep the order of the family
-    ranked: list[Score] = []
-    while remaining:
-        tied = [score for score in remaining if score.lcb >= remaining[0].lcb - TIE_TOLERANCE]
-        ranked += sorted(tied, key=lambda score: len(score.candidate.match + score.candidate.components))
-        remaining = remaining[len(tied) :]
-    return ranked

@@ -5,7 +5,6 @@ Shape letters: B subsets, D sketch width, N rows, n rows of a block, C columns o
 """
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from grasp.arrays import F64, Blocks
 from grasp.artifact.cache import cached
 from grasp.artifact.reader import ArtifactReader
 from grasp.moments import StreamingMoments
-from grasp.paper.standardize import PairSums
 from grasp.paper.subset_sums import SketchSums, SketchTotals
 from grasp.predict.weights import RowSums, Weights, block_rows
 
@@ -50,9 +48,18 @@ class SketchWithNorms(RowSums):
         array_ND = None if in_memory_NC is None else in_memory_NC[:, :-1]
         on_disk = functools.partial(artifact.array_blocks, self.array_name, block_rows=BLOCK_ROWS)
         super().__init__(on_disk, artifact.n_rows, width, array_NC=array_ND)
-        self.totals, self.norm2_moments = cached(
-            artifact, (self.array_name, "norms"), 8 * width, lambda: _corpus_totals(self._with_norms.blocks())
-        )
+
+        def corpus_totals() -> tuple[SketchTotals, StreamingMoments]:
+            norm2_moments = StreamingMoments()
+            block_totals: list[F64] = []
+            for _, block in self._with_norms.blocks():
+                block_totals.append(block.sum(axis=0, dtype=np.float64))
+                norm2_moments.add(block[:, -1:])
+            total_C = np.sum(block_totals, axis=0)
+            return SketchTotals(total_C[:-1], float(total_C[-1]), norm2_moments.n_rows), norm2_moments
+
+        key = self.array_name, "norms"
+        self.totals, self.norm2_moments = cached(artifact, key, 8 * width, corpus_totals)
 
     def blocks(self) -> Blocks:
         """Yield the sketch in blocks of BLOCK_ROWS rows, from memory if it is loaded."""
@@ -73,21 +80,3 @@ class SketchWithNorms(RowSums):
         if not weights.is_binary:
             sum_w2_norm2_B = self._with_norms.sums(weights.mapped(np.square))[:, -1]
         return SketchSums(sum_BC[:, :-1], sum_w_norm2_B, sum_w2_norm2_B)
-
-
-def pair_sums(sketches: Sequence[SketchWithNorms]) -> PairSums:
-    """Compute `PairSums` of one sketch, or of several concatenated, in one pass."""
-    blocks_of = zip(*(sketch.blocks() for sketch in sketches), strict=True)
-    concatenated = (np.concatenate([block for _, block in blocks], axis=1) for blocks in blocks_of)
-    return PairSums.of(concatenated, np.concatenate([sketch.totals.mean_D for sketch in sketches]))
-
-
-def _corpus_totals(blocks_with_norms: Blocks) -> tuple[SketchTotals, StreamingMoments]:
-    """Return sums over the corpus of a sketch and its squared norms (last column), and the moments of the latter."""
-    norm2_moments = StreamingMoments()
-    block_totals: list[F64] = []
-    for _, block in blocks_with_norms:
-        block_totals.append(block.sum(axis=0, dtype=np.float64))
-        norm2_moments.add(block[:, -1:])
-    total_C = np.sum(block_totals, axis=0)
-    return SketchTotals(total_C[:-1], float(total_C[-1]), norm2_moments.n_rows), norm2_moments

@@ -18,7 +18,7 @@ Labels `eq:` are those of the paper; docs/paper_map.md lists them.
 Shape letters: B subsets, N rows of the corpus, D sketch width, E units.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -138,7 +138,7 @@ def subset_relevance(sum_BE: F64, total_E: F64, weight_sums: WeightSums, side: S
     return np.asarray(factor_B1 * (sum_BE - total_E))
 
 
-def required_sketches(components: Mapping[str, float]) -> tuple[str, ...]:
+def required_sketches(components: Iterable[str]) -> tuple[str, ...]:
     """Return the stored sketches that components such as `joint.pair` require; `joint` requires hidden and residual."""
     names = {component.split(".")[0] for component in components}
     if "joint" in names:

@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self, cast
 
+import numpy as np
+
 from grasp.arrays import F64
 from grasp.artifact.label_table import LabelColumn
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import label_column
 from grasp.moments import MeanStd
 from grasp.paper.protocol import CalibrationSettings, InteractionProtocol
-from grasp.paper.sketches import SketchWithNorms, pair_sums
+from grasp.paper.sketches import SketchWithNorms
 from grasp.paper.standardize import (
     PairSums,
     has_closed_form,
@@ -114,17 +116,12 @@ class GeometryTerms:
 
     def contributions(self, sketch_sums: Mapping[str, SketchSums], weight_sums: WeightSums) -> dict[str, F64]:
         """Return the contribution of each component to a change, omega_c (K_c(S) - K_c(corpus)) / std, (B,)."""
-        corpus_z = self.corpus_z()
+        corpus_sums = {name: sketch.totals.as_subset() for name, sketch in self.sketches.items()}
+        corpus_z = self.z_scores(corpus_sums, WeightSums.corpus(self.n_rows))
         return {
             name: self.protocol.components[name] * (z_B - corpus_z[name])
             for name, z_B in self.z_scores(sketch_sums, weight_sums).items()
         }
-
-    def corpus_z(self) -> dict[str, float]:
-        """Return z(K_c) of the corpus."""
-        sketch_sums = {name: sketch.totals.as_subset() for name, sketch in self.sketches.items()}
-        z_scores = self.z_scores(sketch_sums, WeightSums.corpus(self.n_rows))
-        return {name: float(z_1[0]) for name, z_1 in z_scores.items()}
 
     @property
     def dropped(self) -> tuple[str, ...]:
@@ -159,8 +156,11 @@ def family_moments(
                 moments[component] = self_moments(sketches[sketch_name].norm2_moments, drawn, side, weighting)
             elif sketches:
                 if sketch_name not in pair_sums_of:
-                    stored = required_sketches({component: 1.0})
-                    pair_sums_of[sketch_name] = pair_sums([sketches[name] for name in stored])
+                    stored = [sketches[name] for name in required_sketches([component])]
+                    blocks_of = zip(*(sketch.blocks() for sketch in stored), strict=True)
+                    concatenated = (np.concatenate([block for _, block in blocks], axis=1) for blocks in blocks_of)
+                    mean_D = np.concatenate([sketch.totals.mean_D for sketch in stored])
+                    pair_sums_of[sketch_name] = PairSums.of(concatenated, mean_D)
                 moments[component] = pair_moments(pair_sums_of[sketch_name], kind, drawn, side, weighting)
         return moments
 

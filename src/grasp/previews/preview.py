@@ -7,8 +7,8 @@ into rows, count tokens and show examples as the model sees them: `[loss: ...]` 
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from grasp.arrays import I32, Bool
 from grasp.artifact.label_functions import DEFAULT_BINS
 from grasp.artifact.label_table import MAX_UNBINNED_VALUES, identifier
 from grasp.corpus.conversations import column_notes
-from grasp.corpus.documents import Corpus, Document
+from grasp.corpus.documents import Corpus
 from grasp.corpus.labels import Kind, kind_of_all, label_text, widest
 from grasp.corpus.packing import Skipped
 from grasp.corpus.row_store import RowStore
@@ -29,7 +29,7 @@ from grasp.errors import ModelError
 from grasp.results import Result
 from grasp.settings import CorpusSettings, ModelSettings, TargetSettings
 from grasp.targets.load import load_units, split_names, unread_files_notes
-from grasp.targets.units import LOSS, Unit, UnitTokens
+from grasp.targets.units import LOSS, Unit
 from grasp.text import ending, plain, skipped_lines
 
 MAX_EXAMPLES = 3
@@ -88,13 +88,31 @@ def preview_corpus(
     arguments = {name: value for name, value in arguments.items() if value is not None}
     settings = settings.model_copy(update={"limit": min(limit, settings.limit or limit), **arguments})
     opened = Corpus(open_source(settings.path, settings.split), settings)
-    records = _summarize(opened.documents(0))
-    notes = [*opened.notes, *column_notes(opened.columns, list(records.counts), sorted(records.ignored))]
-    headline = f"{settings.path}: {records.n_read:,} records" + f" (the first {limit:,})" * (records.n_read == limit)
+    counts_of: dict[str, Counter[str]] = {}  # label -> value -> number of records
+    kinds_of: dict[str, set[Kind]] = {}  # label -> kinds of its values
+    ignored: set[str] = set()  # columns and nested fields that cannot be labels
+    n_read, examples, skipped = 0, list[str](), Skipped()
+    for document in opened.documents(0):
+        n_read += 1
+        for label, value in document.labels.items():
+            counts = counts_of.setdefault(label, Counter())
+            if (text := label_text(value)) is not None:
+                counts[text] += 1
+            kinds_of.setdefault(label, set()).add(kind_of_all([value]))
+        ignored.update(document.ignored)
+        content = str(document.conversation or document.text or "")
+        if not content.strip() and document.input_ids is None:
+            skipped.add("whitespace" if content else "empty", document.name, document.location)
+        if len(examples) < MAX_EXAMPLES and content.strip():
+            examples.append(plain(content, MAX_EXAMPLE_CHARS))
+            if document.rejected is not None:
+                rejected = str(document.rejected.conversation or document.rejected.text)
+                examples.append(plain(f"[rejected] {rejected}", MAX_EXAMPLE_CHARS))
+    notes = [*opened.notes, *column_notes(opened.columns, list(counts_of), sorted(ignored))]
+    headline = f"{settings.path}: {n_read:,} records" + f" (the first {limit:,})" * (n_read == limit)
     encoder, context = _load_tokenizer(model, tokenizer)
     if encoder is None:
-        examples = records.examples
-        notes += skipped_lines(records.skipped.counts, records.skipped.examples, "skipped")
+        notes += skipped_lines(skipped.counts, skipped.examples, "skipped")
         notes.append("rows and tokens: pass --model or --set model.tokenizer=DIR, to divide the records")
     else:
         with TemporaryDirectory() as directory:
@@ -105,53 +123,19 @@ def preview_corpus(
             rows = rows if rows.split_N is None else rows.sides()
             texts = (_mark_loss(encoder, rows.ids(k), rows.mask(k)) for k in range(min(MAX_EXAMPLES, len(rows))))
             examples = [plain(text, MAX_EXAMPLE_CHARS) for text in texts]
-        skipped = skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
-        notes += [*skipped, encoder.describe()]
+        notes += skipped_lines(store.skipped.counts, store.skipped.examples, "skipped", store.n_documents)
+        notes.append(encoder.describe())
     lines = []
-    for label, counts in records.counts.items():
+    for label, counts in counts_of.items():
         expression = identifier(label)
-        if widest(records.kinds[label]) in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
+        if widest(kinds_of[label]) in ("int", "long", "float") and len(counts) > MAX_UNBINNED_VALUES:
             expression = f"bins({expression}, {DEFAULT_BINS})"
-        line: dict[str, Any] = {"label": label, "values": len(counts), "missing": records.n_read - counts.total()}
+        line: dict[str, Any] = {"label": label, "values": len(counts), "missing": n_read - counts.total()}
         line["most frequent"] = plain(", ".join(value for value, _ in counts.most_common(3)), MAX_VALUES_CHARS)
         quoted = expression if _UNQUOTED.fullmatch(expression) else shlex.quote(expression)
         lines.append(line | {"select with": f"--by {quoted}"})
     table = pa.Table.from_pylist(lines, _LABEL_TABLE)
     return Preview(table, headline, tuple(notes), signs=False, examples=tuple(examples[:MAX_EXAMPLES]))
-
-
-@dataclass
-class _RecordSummary:
-    """Labels, examples and skipped records of the first records of a corpus."""
-
-    n_read: int = 0
-    counts: dict[str, Counter[str]] = field(default_factory=dict)  # label -> value -> number of records
-    kinds: dict[str, set[Kind]] = field(default_factory=dict)  # label -> kinds of its values
-    ignored: set[str] = field(default_factory=set)  # columns and nested fields that cannot be labels
-    examples: list[str] = field(default_factory=list)
-    skipped: Skipped = field(default_factory=Skipped)
-
-
-def _summarize(documents: Iterable[Document]) -> _RecordSummary:
-    """Count the values of each label, and collect examples and records without text."""
-    summary = _RecordSummary()
-    for document in documents:
-        summary.n_read += 1
-        for label, value in document.labels.items():
-            counts = summary.counts.setdefault(label, Counter())
-            if (text := label_text(value)) is not None:
-                counts[text] += 1
-            summary.kinds.setdefault(label, set()).add(kind_of_all([value]))
-        summary.ignored.update(document.ignored)
-        content = str(document.conversation or document.text or "")
-        if not content.strip() and document.input_ids is None:
-            summary.skipped.add("whitespace" if content else "empty", document.name, document.location)
-        if len(summary.examples) < MAX_EXAMPLES and content.strip():
-            summary.examples.append(plain(content, MAX_EXAMPLE_CHARS))
-            if document.rejected is not None:
-                rejected = str(document.rejected.conversation or document.rejected.text)
-                summary.examples.append(plain(f"[rejected] {rejected}", MAX_EXAMPLE_CHARS))
-    return summary
 
 
 def preview_targets(
@@ -180,7 +164,14 @@ def preview_targets(
     encoder, context = _load_tokenizer(model, tokenizer)
     lengths: dict[str, list[int]] = {}  # tokens with loss of each unit, by target, if they are known
     if encoder is None:
-        texts = [_unit_text(units.units[k]) for k in example_index]
+        texts = []
+        for unit in (units.units[k] for k in example_index):
+            if unit.conversation is not None:
+                text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
+            else:
+                text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
+            weight = f"[weight:{unit.weight:+g}]" if unit.weight != 1.0 else ""
+            texts.append(weight + text + _wrong_answers(unit, [other.completion for other in unit.others]))
         notes = ["tokens: pass --model or --set model.tokenizer=DIR, to encode the questions"]
     else:
         units = units.rendered(encoder)
@@ -188,7 +179,12 @@ def preview_targets(
         for unit, tokens in zip(units.units, encoded, strict=True):  # those of wrong answers included
             n_tokens = sum(len(answer.input_ids) - answer.first for answer in (tokens, *tokens.others))
             lengths.setdefault(unit.target, []).append(n_tokens)
-        texts = [_encoded_text(units.units[k], encoded[k], encoder) for k in example_index]
+        texts = []
+        for unit, tokens in ((units.units[k], encoded[k]) for k in example_index):
+            has_loss = np.arange(len(tokens.input_ids)) >= tokens.first
+            text = ending(_mark_loss(encoder, tokens.input_ids, has_loss), MAX_EXAMPLE_CHARS)
+            wrong = [answer.input_ids[answer.first :].tolist() for answer in tokens.others]
+            texts.append(text + (_wrong_answers(unit, encoder.decode(wrong)) if wrong else ""))
         skipped = skipped_lines(units.unwritten.counts, units.unwritten.examples, "skipped")
         notes = [*skipped, encoder.describe()]
     counts = Counter(unit.target for unit in units.units)
@@ -219,24 +215,6 @@ def _scoring(unit: Unit) -> str:
     if unit.metric != LOSS:
         return f"{unit.metric.replace('_', ' ')} of {1 + len(unit.others)} answers"
     return f"multiple choice of {len(unit.choices)}" if unit.choices else "prompt and completion"
-
-
-def _unit_text(unit: Unit) -> str:
-    """Return a unit as text for display, with the completion in brackets."""
-    if unit.conversation is not None:
-        text = plain(str(unit.conversation), MAX_EXAMPLE_CHARS)
-    else:
-        text = ending(f"{unit.prompt}[loss:{unit.completion}]", MAX_EXAMPLE_CHARS)
-    weight = f"[weight:{unit.weight:+g}]" if unit.weight != 1.0 else ""
-    return weight + text + _wrong_answers(unit, [other.completion for other in unit.others])
-
-
-def _encoded_text(unit: Unit, tokens: UnitTokens, tokenizer: Any) -> str:
-    """Return the tokens of a unit as text for display, with those that carry loss in brackets."""
-    has_loss = np.arange(len(tokens.input_ids)) >= tokens.first
-    text = ending(_mark_loss(tokenizer, tokens.input_ids, has_loss), MAX_EXAMPLE_CHARS)
-    wrong = [answer.input_ids[answer.first :].tolist() for answer in tokens.others]
-    return text + (_wrong_answers(unit, tokenizer.decode(wrong)) if wrong else "")
 
 
 def _wrong_answers(unit: Unit, texts: Sequence[str]) -> str:

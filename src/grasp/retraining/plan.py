@@ -57,7 +57,24 @@ def prepare(settings: RetrainSettings, out: Path, report: Report) -> RetrainedRu
     claim_directory(out, MARKER, is_environment)
     with locked(out / MARKER, wait=True):
         if not settings.tokenizer and settings.train == "new":
-            _train_tokenizer(settings, recipe, out, report)
+            directory = out / "tokenizer"
+            source, record = open_source(settings.corpus.path, settings.corpus.split), directory / TOKENIZER_RECORD
+            trained_on = json_text(
+                {
+                    "corpus": source.identity(),
+                    "settings": settings.corpus.model_dump(mode="json", exclude={"path"}),
+                    "vocab_size": recipe.shape.vocab_size,
+                }
+            )
+            known = record.read_text(encoding="utf-8") if record.exists() else ""
+            # one of this corpus, or one that runs depend on, is kept
+            if not directory.exists() or not (is_environment(out) or known == trained_on):
+                report(RetrainStatus("tokenizer"))
+                discard(directory)
+                texts, vocab_size = tokenizer_texts(settings.corpus), recipe.shape.vocab_size
+                with atomic_path(directory) as part:
+                    train_tokenizer(texts, vocab_size=vocab_size).save_pretrained(part)
+                    (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
         tokenizer = tokenizer_of(settings, recipe, out)
         report(RetrainStatus("rows"))
         # Rows of another corpus may be replaced as long as no runs depend on them.
@@ -185,29 +202,6 @@ def tokenizer_of(settings: RetrainSettings, recipe: TrainingRecipe, out: Path) -
             f"{vocab_size}; set overrides.shape.vocab_size to {len(tokenizer)} or more"
         )
     return HfTokenizer(tokenizer, vocab_size=vocab_size)
-
-
-def _train_tokenizer(settings: RetrainSettings, recipe: TrainingRecipe, out: Path, report: Report) -> None:
-    """Train a tokenizer on the corpus, unless there is one of this corpus, or one that runs depend on."""
-    directory = out / "tokenizer"
-    source = open_source(settings.corpus.path, settings.corpus.split)
-    trained_on = json_text(
-        {
-            "corpus": source.identity(),
-            "settings": settings.corpus.model_dump(mode="json", exclude={"path"}),
-            "vocab_size": recipe.shape.vocab_size,
-        }
-    )
-    record = directory / TOKENIZER_RECORD
-    known = record.read_text(encoding="utf-8") if record.exists() else ""
-    if directory.exists() and (is_environment(out) or known == trained_on):
-        return
-    report(RetrainStatus("tokenizer"))
-
-    discard(directory)
-    with atomic_path(directory) as part:
-        train_tokenizer(tokenizer_texts(settings.corpus), vocab_size=recipe.shape.vocab_size).save_pretrained(part)
-        (part / TOKENIZER_RECORD).write_text(trained_on, encoding="utf-8")
 
 
 def recorded_units(

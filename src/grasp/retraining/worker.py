@@ -37,6 +37,7 @@ from grasp.pipeline.ray_cluster import ClusterSpec, connected
 from grasp.pipeline.replay_plan import make_trainable
 from grasp.progress import RetrainStatus
 from grasp.retraining.plan import (
+    Report,
     fine_tuning_recipe,
     fitted_lengths,
     prepare,
@@ -58,13 +59,10 @@ POLL_SECONDS = 2.0  # between checks whether other workers have finished
 TIMED_STEPS = 5  # number of steps whose time gives the estimate of the cost
 
 
-Progress = Callable[[RetrainStatus], None]
-
-
 def retrain(
     settings: RetrainSettings,
     out: Path,
-    progress: Progress | None = None,
+    progress: Report | None = None,
     *,
     cluster: ClusterSpec | None = None,
 ) -> RetrainedRuns:
@@ -109,7 +107,7 @@ def retrain(
     return RetrainedRuns.open(out)
 
 
-def fill(settings: RetrainSettings, out: Path, progress: Progress | None = None) -> None:
+def fill(settings: RetrainSettings, out: Path, progress: Report | None = None) -> None:
     """Train and score runs of a prepared directory until none is left, then merge the results if all are complete."""
     report = progress or (lambda _: None)
     worker = Worker(settings, RetrainedRuns.open(out))

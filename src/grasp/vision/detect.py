@@ -7,6 +7,7 @@ Shape letters: N rows, E units.
 """
 
 import base64
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,6 @@ from grasp.vision.images import (
     ImageRows,
     ImageStore,
     decode_image,
-    encode_png,
-    hash_of_unit,
 )
 from grasp.vision.neighbours import MAX_CANDIDATES, disagreement
 from grasp.vision.reader import ImageReader
@@ -159,7 +158,13 @@ def detect(
         }
     )
     head, first_rows = table.slice(0, top), artifact.rows(order_N[:top])
-    flagged = "yes" if threshold.beyond_chance else "not significant"
+    flagged, chance = "not significant", f"about {threshold.expected_false:,.0f} of {n_rows:,} rows"
+    headline = (
+        f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
+        f"chance ({chance})."
+    )
+    if threshold.beyond_chance:
+        flagged, headline = "yes", f"{threshold.n_flagged:,} suspects by {ranking}; expected by chance: {chance}."
     shown = pa.table(
         {
             "rank": head["rank"],
@@ -170,17 +175,16 @@ def detect(
             "image": first_rows["snippet"],
         }
     )
-    pictures = _picture_urls(artifact, order_N[:top])
     return Suspects(
         table,
-        _headline(ranking, threshold, n_rows),
+        headline,
         notes,
         target=target,
         ranking=ranking,
         threshold=threshold,
         shown=shown,
         scores=scores,
-        figures=tuple(zip(head["row_id"].to_pylist(), pictures, strict=True)),
+        figures=tuple(zip(head["row_id"].to_pylist(), _picture_urls(artifact, order_N[:top]), strict=True)),
     )
 
 
@@ -192,29 +196,23 @@ def _picture_urls(artifact: ArtifactReader, index: I64) -> list[str | None]:
         return [None] * len(index)  # built with keep_tokens: false
     rows = store.rows(index)
     assert isinstance(rows, ImageRows)
-    images = [decode_image(encoded) for encoded in rows.encoded]
-    pictures = [None if image is None else encode_png(image, PICTURE_PIXELS) for image in images]
-    return [
-        None if picture is None else f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-        for picture in pictures
-    ]
-
-
-def _headline(ranking: str, threshold: Threshold, n_rows: int) -> str:
-    """Return the number of flagged rows, and that expected if all rows are correct, as a sentence."""
-    expected_count = f"about {threshold.expected_false:,.0f} of {n_rows:,} rows"
-    if threshold.beyond_chance:
-        return f"{threshold.n_flagged:,} suspects by {ranking}; expected by chance: {expected_count}."
-    return (
-        f"No suspects by {ranking}: {threshold.n_flagged:,} flagged, not significantly more than expected by "
-        f"chance ({expected_count})."
-    )
+    urls: list[str | None] = []
+    for image in map(decode_image, rows.encoded):
+        if image is None:
+            urls.append(None)
+            continue
+        png = io.BytesIO()
+        image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+        image.save(png, "PNG")  # without the metadata of the file
+        urls.append(f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}")
+    return urls
 
 
 def _refuse_copies(artifact: ArtifactReader, target: str) -> None:
     """Raise an error if trusted images have the pixels of rows, which would make any score against them meaningless."""
     units = artifact.units.take(pa.array(artifact.unit_columns(target))).to_pylist()
-    unit_of = {hash_of_unit(unit["prompt"]): unit["unit_id"] for unit in units}
+    # the prompt of a trusted image is "image HASH, SIZE"
+    unit_of = {unit["prompt"].split()[1].rstrip(","): unit["unit_id"] for unit in units}
     copies = [
         (unit_of[digest], i) for i, digest in enumerate(_column_values(artifact, HASH_LABEL)) if digest in unit_of
     ]

@@ -13,7 +13,6 @@ import sysconfig
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -64,14 +63,32 @@ def user_code(model: nn.Module) -> bytes:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    """Import the factory from its name, SOURCE:ATTRIBUTE; check that it is declared to return a torch module."""
+    """Import the factory from its name, SOURCE:ATTRIBUTE; check that it is declared to return a torch module.
+
+    A file is run as a module, and can import from its directory.
+    """
     location = f"{FIELD}: {name!r}"
     source, colon, attribute_path = name.rpartition(":")
     if not colon or not attribute_path or not source:
         raise ModelError(f"{location}: expected package.module:name or FILE.py:name, e.g. torchvision.models:resnet18")
     try:
+        factory: Any
         if source.endswith(".py"):
-            factory: Any = _from_file(Path(source), location)
+            if not Path(source).is_file():
+                raise ModelError(f"{location}: no such file in {Path.cwd()}; expected Python code")
+            path = Path(source).resolve()
+            _add_import_path(path.parent)
+            module_name = f"grasp_factory_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            factory = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = factory  # where dataclasses and pickle look for it
+            try:
+                spec.loader.exec_module(factory)
+            except BaseException:
+                del sys.modules[module_name]
+                raise
         else:
             _add_import_path(Path.cwd())  # installed modules first, then those in the current directory
             factory = importlib.import_module(source)
@@ -91,26 +108,6 @@ def _factory(name: str) -> Callable[..., Any]:
         )
     checked_factory: Callable[..., Any] = factory
     return checked_factory
-
-
-def _from_file(path: Path, location: str) -> ModuleType:
-    """Run a file as a module; it can import from its directory."""
-    if not path.is_file():
-        raise ModelError(f"{location}: no such file in {Path.cwd()}; expected Python code")
-    path = path.resolve()
-    _add_import_path(path.parent)
-    name = f"grasp_factory_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses and pickle look for it
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _add_import_path(directory: Path) -> None:

@@ -78,8 +78,23 @@ def read_images(
     source = open_images(settings.path, settings.split) if source is None else source
 
     def content_columns(columns: Mapping[str, pa.DataType | None]) -> tuple[tuple[str], None]:
-        _check_columns(columns, classifier)
-        return (classifier.image_column,), None
+        """Check that the columns of images and classes exist, and that the type of the images is supported."""
+        image_column = classifier.image_column
+        required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
+        for content, setting, column in required:
+            if column not in columns:
+                raise CorpusError(
+                    f"no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
+                    f"model.classifier.{setting} to the column of {content}"
+                )
+        dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
+        fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
+        if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
+            raise CorpusError(
+                f"image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
+                "(text) or a struct of bytes and path"
+            )
+        return (image_column,), None
 
     return (
         ImageRecord(
@@ -96,26 +111,7 @@ def read_images(
     )
 
 
-def _check_columns(columns: Mapping[str, pa.DataType | None], classifier: ClassifierSettings) -> None:
-    """Check that the columns of images and classes exist, and that the type of the images is supported."""
-    image_column = classifier.image_column
-    required = (("images", "image_column", image_column), ("classes", "class_column", classifier.class_column))
-    for content, setting, column in required:
-        if column not in columns:
-            raise CorpusError(
-                f"no column {column!r} of {content}; columns found: {', '.join(columns) or 'none'}; set "
-                f"model.classifier.{setting} to the column of {content}"
-            )
-    dtype = columns[image_column]  # None if the format has no types, e.g. JSONL
-    fields = [dtype.field(i).name for i in range(dtype.num_fields)] if dtype and pa.types.is_struct(dtype) else []
-    if dtype is not None and not (is_text(dtype) or any(test(dtype) for test in IS_BINARY) or "bytes" in fields):
-        raise CorpusError(
-            f"image column {image_column!r} has type {dtype}, expected encoded images (binary), paths "
-            "(text) or a struct of bytes and path"
-        )
-
-
-def open_images(path: str, split: str | None = None) -> Source:
+def open_images(path: str, split: str | None) -> Source:
     """Open a directory with one folder of image files per class, or anything that `open_source` supports."""
     try:
         with remote_errors(path, CorpusError):
@@ -235,20 +231,6 @@ def pixel_hash(image: Any) -> str:
     """Return a 64-bit hash of the pixels, independent of the file format."""
     content = f"{image.width} {image.height} ".encode() + image.tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def hash_of_unit(prompt: str) -> str:
-    """Return the hash of a trusted image, whose prompt is "image HASH, SIZE"."""
-    return prompt.split()[1].rstrip(",")
-
-
-def encode_png(image: Any, largest: int) -> bytes:
-    """Encode a decoded image as PNG, longer side at most `largest` pixels; drops all metadata of the file."""
-    out = io.BytesIO()
-    small = image.copy()
-    small.thumbnail((largest, largest))
-    small.save(out, "PNG")
-    return out.getvalue()
 
 
 def class_index(value: Label, classes: Sequence[str], n_classes: int, location: str) -> int:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,9 @@ def choose_layers(model: ReferenceModel, patterns: Sequence[str]) -> LayerSet:
         SettingsError: a pattern matches nothing, or nothing is left; the message lists names.
         ModelError: a selected parameter has no per-example gradient.
     """
-    names = _Names(model)
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = names.match(pattern.removeprefix("!"))
+        matched = _matched_names(model, pattern.removeprefix("!"))
         chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     if not chosen:
         raise SettingsError(
@@ -59,73 +59,56 @@ def as_matrix(block: Block, parameters: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([*weights, *(tensor[:, None] for tensor in tensors if tensor.ndim == 1)], dim=1)
 
 
-class _Names:
-    """Resolves patterns to canonical names of parameters, aliases of tied parameters included."""
+def _matched_names(model: ReferenceModel, pattern: str) -> set[str]:
+    """Return the canonical names of the parameters that a pattern matches; aliases of tied parameters match too."""
+    root = model.model
+    name_of = {id(parameter): name for name, parameter in root.named_parameters()}
 
-    def __init__(self, model: ReferenceModel) -> None:
-        self._model = model
-        self._root = model.model
-        aliases = self._root.named_parameters(remove_duplicate=False)
-        first = {id(parameter): name for name, parameter in self._root.named_parameters()}
-        self._canonical = {name: first[id(parameter)] for name, parameter in aliases}
+    def names_in(module: nn.Module | None) -> set[str]:
+        return set() if module is None else {name_of[id(parameter)] for parameter in module.parameters()}
 
-    def match(self, pattern: str) -> set[str]:
-        """Return the canonical names of the parameters that a pattern matches."""
-        model, all_names = self._model, set(self._canonical.values())
-        if (block := BLOCK.fullmatch(pattern)) is not None:
-            blocks, number = _decoder(model)[1], int(block[1])
-            if not -len(blocks) <= number < len(blocks):
-                raise SettingsError(f"layers: got {pattern!r}, but the model has blocks 0 to {len(blocks) - 1}")
-            return self._parameter_names(blocks[number])
-        match pattern:
-            case "all":
-                return all_names
-            case "head":
-                return self._parameter_names(model.head.linear)
-            case "embedding":
-                return self._input_embedding()
-            case "body":
-                return all_names - self._parameter_names(model.head.linear) - self._input_embedding()
-            case "blocks":
-                return self._parameter_names(_decoder(model)[1])
-            case "final_norm":
-                norms = [
-                    child
-                    for child in _decoder(model)[0].children()
-                    if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
-                ]
-                if not norms:
-                    raise SettingsError(
-                        f"layers: {type(self._root).__name__} has no norm after its blocks; select it by a pattern "
-                        "over names"
-                    )
-                return self._parameter_names(norms[-1])
-        try:
-            test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else None
-        except re.error as err:
-            raise SettingsError(f"layers: {pattern!r} is not a valid regular expression: {err}") from err
-        matched = set()
-        for name, canonical in self._canonical.items():
-            prefixes = _prefixes(name)
-            if any(test(prefix) if test is not None else fnmatchcase(prefix, pattern) for prefix in prefixes):
-                matched.add(canonical)
-        if not matched:
-            close = get_close_matches(pattern, [prefix for name in self._canonical for prefix in _prefixes(name)], n=3)
-            shown = close or [*list(self._canonical)[:3], "...", *list(self._canonical)[-3:]]
-            raise SettingsError(
-                f"layers: {pattern!r} matches no parameter and no module of {type(self._root).__name__}; expected "
-                f"{LAYER_NAMES}, or a pattern over names such as {', '.join(shown)}"
-            )
-        return matched
-
-    def _parameter_names(self, module: nn.Module) -> set[str]:
-        parameter_ids = {id(parameter) for parameter in module.parameters()}
-        return {name for name, parameter in self._root.named_parameters() if id(parameter) in parameter_ids}
-
-    def _input_embedding(self) -> set[str]:
-        find = getattr(self._root, "get_input_embeddings", None)
-        module = find() if find is not None else None
-        return self._parameter_names(module) if isinstance(module, nn.Module) else set()
+    find_embedding = getattr(root, "get_input_embeddings", lambda: None)
+    if (block := BLOCK.fullmatch(pattern)) is not None:
+        blocks, number = _decoder(model)[1], int(block[1])
+        if not -len(blocks) <= number < len(blocks):
+            raise SettingsError(f"layers: got {pattern!r}, but the model has blocks 0 to {len(blocks) - 1}")
+        return names_in(blocks[number])
+    match pattern:
+        case "all":
+            return set(name_of.values())
+        case "head":
+            return names_in(model.head.linear)
+        case "embedding":
+            return names_in(find_embedding())
+        case "body":
+            return set(name_of.values()) - names_in(model.head.linear) - names_in(find_embedding())
+        case "blocks":
+            return names_in(_decoder(model)[1])
+        case "final_norm":
+            norms = [
+                child
+                for child in _decoder(model)[0].children()
+                if not list(child.children()) and {parameter.ndim for parameter in child.parameters()} == {1}
+            ]
+            if not norms:
+                raise SettingsError(
+                    f"layers: {type(root).__name__} has no norm after its blocks; select it by a pattern over names"
+                )
+            return names_in(norms[-1])
+    try:
+        test = re.compile(pattern[3:]).fullmatch if pattern.startswith("re:") else partial(fnmatchcase, pat=pattern)
+    except re.error as err:
+        raise SettingsError(f"layers: {pattern!r} is not a valid regular expression: {err}") from err
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    matched = {name_of[id(parameter)] for name, parameter in parameters.items() if any(map(test, _prefixes(name)))}
+    if not matched:
+        close = get_close_matches(pattern, [prefix for name in parameters for prefix in _prefixes(name)], n=3)
+        shown = close or [*list(parameters)[:3], "...", *list(parameters)[-3:]]
+        raise SettingsError(
+            f"layers: {pattern!r} matches no parameter and no module of {type(root).__name__}; expected "
+            f"{LAYER_NAMES}, or a pattern over names such as {', '.join(shown)}"
+        )
+    return matched
 
 
 def _prefixes(name: str) -> list[str]:

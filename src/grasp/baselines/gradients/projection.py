@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from grasp.baselines.gradients.factors import materialise, select_examples
@@ -109,7 +108,10 @@ class Projection:
         return _TwoSided(left, right, self._drawn(generator, size), scale)
 
     def _drawn(self, generator: np.random.Generator, rows: int, columns: int | None = None) -> Tensor:
-        return torch.from_numpy(random_signs(generator, rows, columns or self.width)).to(self.device)
+        """Draw independent +1 and -1, (rows, columns), int8, one random bit each."""
+        size = rows * (columns or self.width)
+        bits = np.unpackbits(np.frombuffer(generator.bytes(-(-size // 8)), dtype=np.uint8))
+        return torch.from_numpy((bits[:size].astype(np.int8) * 2 - 1).reshape(rows, -1)).to(self.device)
 
     def zeros(self, examples: int, per_block: bool = False) -> Tensor:
         """Return zeros to accumulate projections in: (B, K), or (blocks, B, K)."""
@@ -123,12 +125,6 @@ class Projection:
     def of_matrix(self, number: int, gradient_BXY: Tensor) -> Tensor:
         """Project whole gradients, (B, K)."""
         return self._maps[number].of_matrix(gradient_BXY)
-
-
-def random_signs(generator: np.random.Generator, rows: int, columns: int) -> NDArray[np.int8]:
-    """Draw independent +1 and -1, (rows, columns), one random bit each."""
-    bits = np.unpackbits(np.frombuffer(generator.bytes(-(-rows * columns // 8)), dtype=np.uint8))
-    return (bits[: rows * columns].astype(np.int8) * 2 - 1).reshape(rows, columns)
 
 
 def choose_forms(blocks: Sequence[Block], width: int, tokens: int) -> list[str]:

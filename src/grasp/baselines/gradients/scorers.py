@@ -63,22 +63,9 @@ def select_checkpoints(inputs: MethodInputs, which: str) -> tuple[Checkpoint, ..
     return training_checkpoints(inputs) if which == "all" else training_checkpoints(inputs)[-1:]
 
 
-def checkpoint_weights(checkpoints: Sequence[Checkpoint], scheme: str) -> tuple[F64, tuple[str, ...]]:
-    """Return weights that sum to 1, and notes on them."""
-    equal = np.full(len(checkpoints), 1.0 / len(checkpoints))
-    if scheme == "equal" or len(checkpoints) == 1:
-        return equal, ()
-    known = [checkpoint.learning_rate for checkpoint in checkpoints if checkpoint.learning_rate is not None]
-    if len(known) < len(checkpoints) or sum(known) <= 0:
-        return equal, ("the learning rates of the checkpoints are not recorded: equal weights",)
-    return np.asarray(known) / sum(known), ()
-
-
 def checkpoint_note(checkpoints: Sequence[Checkpoint], weights: F64 | None = None) -> str:
     """Describe the checkpoints and their weights."""
-    names = [
-        checkpoint.path.name if checkpoint.step is None else f"step {checkpoint.step}" for checkpoint in checkpoints
-    ]
+    names = [checkpoint.name for checkpoint in checkpoints]
     if weights is not None and len(names) > 1:
         names = [f"{name} ({weight:.3g})" for name, weight in zip(names, weights, strict=True)]
     return "at " + ", ".join(names)
@@ -157,7 +144,7 @@ def divide_by_norms(vectors_NK: F64, what: str, first: int = 0) -> F64:
     return vectors_NK / gradient_norms(np.einsum("nk,nk->n", vectors_NK, vectors_NK), what, first)[:, None]
 
 
-def gradient_norms(square_N: F64, what: str, first: int = 0) -> F64:
+def gradient_norms(square_N: F64, what: str, first: int) -> F64:
     """Return the roots of squared norms.
 
     Raises:

@@ -84,16 +84,6 @@ class HeadFactors:
     right_SY: Tensor
     unit_S: Tensor
 
-    def add_products(self, use: GradientFactors, out_BE: Tensor) -> None:
-        """Add the inner products of rows with units, a chunk of the units' positions at a time."""
-        examples, positions = use.right.shape[:2]
-        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
-        step = max(1, BLOCK_ELEMENTS // max(1, len(left)))
-        for begin in range(0, len(self.unit_S), step):
-            chunk = slice(begin, begin + step)
-            pairs = (left @ self.left_SX[chunk].T) * (right @ self.right_SY[chunk].T)
-            out_BE.index_add_(1, self.unit_S[chunk], pairs.view(examples, positions, -1).sum(dim=1))
-
 
 @dataclass
 class UnitGradients:
@@ -163,8 +153,15 @@ def inner_products(
             square_B[at] += flat.square_().sum(dim=1)
 
     def take_head(_: int, use: GradientFactors, at: slice) -> None:
-        assert units.head is not None
-        units.head.add_products(use, product_BE[at])
+        head = units.head
+        assert head is not None
+        examples, positions = use.right.shape[:2]
+        left, right = use.left.flatten(0, 1), use.right.flatten(0, 1)
+        step = max(1, BLOCK_ELEMENTS // max(1, len(left)))
+        for begin in range(0, len(head.unit_S), step):  # a chunk of the units' positions at a time
+            chunk = slice(begin, begin + step)
+            pairs = (left @ head.left_SX[chunk].T) * (right @ head.right_SY[chunk].T)
+            product_BE[at].index_add_(1, head.unit_S[chunk], pairs.view(examples, positions, -1).sum(dim=1))
         if norms:
             square_B[at] += squared_norm([use], use.left.shape[2])
 
@@ -178,7 +175,7 @@ def inner_products(
 
 
 def unit_groups(
-    blocks: Sequence[Block], units: Sequence[Example], memory_mb: int, *, whole: bool = False, copies: int = 1
+    blocks: Sequence[Block], units: Sequence[Example], memory_mb: int, *, whole: bool, copies: int = 1
 ) -> tuple[list[slice], bool]:
     """Return groups of units whose gradients fit in memory together, and whether all of the gradients are whole.
 
