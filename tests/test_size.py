@@ -24,13 +24,13 @@ class Thing:
             raise ValueError(
                 # a comment
 
-                TEXT
+                f"{TEXT} are not the words", "apart"
             )
 '''
 
 
-def test_lines_of_code_functions_and_raises_of_a_module():
-    assert size.size_of(MODULE) == {"lines": 20, "code": 8, "functions": 2, "raise": 1}
+def test_lines_of_code_functions_raises_and_words_of_a_module():
+    assert size.size_of(MODULE) == {"lines": 20, "code": 8, "functions": 2, "raise": 1, "words": 4}
 
 
 def test_limits_are_only_lowered(tmp_path):

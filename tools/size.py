@@ -1,13 +1,14 @@
 """Count the size of `src/grasp`, and compare it with the limits in `tools/size.toml`, which only decrease.
 
-    python tools/size.py              # by package: lines, lines of code, functions, raise; options of all commands
+    python tools/size.py              # by package: lines, lines of code, functions, raise, words; options of commands
     python tools/size.py --roads      # also the functions that each command executes on a small corpus (slow)
     python tools/size.py --names      # also their names, in the order of the first call
     python tools/size.py --check      # exit 1 if a number is above its limit
     python tools/size.py --update     # lower the limits to the numbers
 
-Lines of code are lines with a token, without blank lines, comments and docstrings. The core is all but the optional
-packages. With `--check` and `--update`, commands are only executed with `--roads`.
+Lines of code are lines with a token, without blank lines, comments and docstrings. Words are those of strings of two
+or more, docstrings apart: help, messages and other texts. The core is all but the optional packages. With `--check`
+and `--update`, commands are only executed with `--roads`.
 
 Of commands, calls in every thread are counted. Lambdas and comprehensions belong to their function; code that runs
 while a module is imported is not counted. Depth is the maximum depth of the call stack. Changes of module: how often a
@@ -19,6 +20,7 @@ import argparse
 import ast
 import io
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -31,6 +33,7 @@ from itertools import groupby, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import TypeGuard
 
 import typer
 
@@ -59,7 +62,7 @@ OPTIONAL = (
     "serving",
     "vision",
 )
-COLUMNS = ("lines", "code", "functions", "raise")
+COLUMNS = ("lines", "code", "functions", "raise", "words")
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 COMMANDS = {
     "grasp build": ("build", "--config", "settings.yaml", "--out", "made", "--untrained"),
@@ -75,8 +78,13 @@ Numbers = dict[str, dict[str, float]]  # by section of the limits, and name
 # -------------------------------------------------------------------------------------------------------------- sources
 
 
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Return whether a node is a string."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def size_of(text: str) -> Counter[str]:
-    """Return the number of lines, lines of code, functions and `raise` of a module."""
+    """Return the number of lines, lines of code, functions, `raise` and words of a module."""
     nodes = list(ast.walk(ast.parse(text)))
     code = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -86,7 +94,11 @@ def size_of(text: str) -> Counter[str]:
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             code.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
-    counts = (text.count("\n"), len(code), functions, sum(isinstance(node, ast.Raise) for node in nodes))
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node.value for node in nodes if is_text(node) and id(node) not in documentation]
+    words = [len(re.findall("[A-Za-z]{2,}", value)) for value in texts if " " in value.strip()]
+    raises = sum(isinstance(node, ast.Raise) for node in nodes)
+    counts = (text.count("\n"), len(code), functions, raises, sum(n for n in words if n > 1))
     return Counter(dict(zip(COLUMNS, counts, strict=True)))
 
 
@@ -117,10 +129,10 @@ def totals(sizes: Mapping[str, Counter[str]]) -> Numbers:
         whole.update(size)
         if package not in OPTIONAL:
             core.update(size)
-    per_1000 = round(1000 * core["raise"] / core["code"], 1)
+    per_1000 = {f"{name}_per_1000": round(1000 * core[name] / core["code"], 1) for name in ("raise", "words")}
     return {
         "whole": dict(whole),
-        "core": {**core, "raise_per_1000": per_1000},
+        "core": {**core, **per_1000},
         "commands": {"options": count_options()},
     }
 
@@ -264,7 +276,8 @@ def main() -> None:
     print(f"| package | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}")
     for package, size in {**sizes, "whole": numbers["whole"], "core": numbers["core"]}.items():
         print(f"| {package} | {' | '.join(str(size[column]) for column in COLUMNS)} |")
-    print(f"raise per 1,000 lines of code of the core: {numbers['core']['raise_per_1000']}")
+    for name in ("raise", "words"):
+        print(f"{name} per 1,000 lines of code of the core: {numbers['core'][f'{name}_per_1000']}")
     print(f"options of all commands: {numbers['commands']['options']}")
     if args.roads or args.names:
         roads = trace_commands()
