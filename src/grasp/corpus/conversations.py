@@ -159,9 +159,7 @@ class Conversation:
             return "turn_order"
         if any(not any(answer_parts(self.turns[k]).values()) for k in self.answers):
             return "empty_answer"
-        if not self.answers:
-            return "untrained" if self.untrained else "no_answer"
-        return None
+        return None if self.answers else "untrained" if self.untrained else "no_answer"
 
     def __str__(self) -> str:
         """Return the conversation as readable text, without system turns."""
@@ -655,8 +653,5 @@ def conversation_in(record: Mapping[str, Any]) -> Conversation | None:
     Raises:
         CorpusError: its content is invalid.
     """
-    for form in forms_in([name for name, value in record.items() if value is not None]).values():
-        conversation = form.read(record).conversation
-        if conversation is not None:
-            return conversation
-    return None
+    forms = forms_in([name for name, value in record.items() if value is not None]).values()
+    return next((read for form in forms if (read := form.read(record).conversation) is not None), None)

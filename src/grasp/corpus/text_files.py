@@ -207,6 +207,4 @@ def cell_value(text: str) -> str | int | float:
     """Return a cell of delimited text as a number if it is written like one; `007` is text."""
     if _INTEGER.fullmatch(text):
         return int(text)
-    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
-        return float(text)
-    return text
+    return float(text) if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text) else text

@@ -312,7 +312,10 @@ class _PreparedUnits:
             questions = self.units.select(["unit_id", "prompt", "completion"])
             questions = questions.append_column("contribution", pa.array(sums.by_column_C))
             questions = questions.take(pa.array(np.argsort(-sums.by_column_C, kind="stable")))
-            notes += _dominant_question_notes(questions)
+            positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
+            if len(questions) > 2 and positive_E[0] > positive_E.sum() / 2:
+                name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
+                notes += [f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it"]
         words, contributions, _ = by_word(table["text"].to_pylist(), table["contribution"].to_numpy())
         notes += dominant_word_notes(words, contributions)
         if REPLAY in terms.weights:
@@ -393,15 +396,6 @@ class _RowContributions:
     pair_LC: NDArray[np.float32]
     token_P: I64
     replay: float
-
-
-def _dominant_question_notes(questions: pa.Table) -> list[str]:
-    """Return a note if one question has more than half of all positive contributions."""
-    positive_E = np.maximum(questions["contribution"].to_numpy(), 0.0)
-    if len(questions) <= 2 or positive_E[0] <= positive_E.sum() / 2:
-        return []
-    name, share = questions["unit_id"][0].as_py(), positive_E[0] / positive_E.sum()
-    return [f"{name} alone has {share:.0%} of the positive contributions; the effect depends on it"]
 
 
 def _result_notes(terms: EffectTerms, recomputed: Mapping[str, float], gap: float) -> Iterator[str]:

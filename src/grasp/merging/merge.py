@@ -57,7 +57,12 @@ def merge(parts: Sequence[Path | str], out: Path | str, *, progress: Progress | 
     check_outputs({"--out": directory}, {"is a part": [part.path for part in opened]})
     for part in opened[1:]:
         _require_compatible(opened[0], part)
-    _require_unique_names(opened)
+    if duplicate := first_duplicate([([part.rows_path], str(k)) for k, part in enumerate(opened)]):
+        name, first, last, count = duplicate
+        raise ArtifactError(
+            f"row_id {name!r} is in {opened[first].location} and in {opened[last].location} ({count:,} such rows in "
+            "total); use distinct names (corpus.row_id_column), or remove the documents that are in both"
+        )
     schema = pa.schema([])  # columns of all parts; a label that is absent in a part is null there
     for part in opened:
         try:
@@ -111,16 +116,6 @@ def _require_compatible(first: ArtifactReader, part: ArtifactReader) -> None:
         raise ArtifactError(
             f"{part.location} cannot be merged with {first.location} (`was` is the latter): "
             f"{'; '.join(mismatches)}; {REMEDY}"
-        )
-
-
-def _require_unique_names(parts: Sequence[ArtifactReader]) -> None:
-    """Check that no row is in two parts."""
-    if duplicate := first_duplicate([([part.rows_path], str(k)) for k, part in enumerate(parts)]):
-        name, first, last, count = duplicate
-        raise ArtifactError(
-            f"row_id {name!r} is in {parts[first].location} and in {parts[last].location} ({count:,} such rows in "
-            "total); use distinct names (corpus.row_id_column), or remove the documents that are in both"
         )
 
 

@@ -83,7 +83,10 @@ def dropped_errors(
     document and a slice for a few sums.
     """
     documents_N, retained = row_documents(artifact), predictor.reweighted(effects.sums, DROPPED)
-    group_N = _random_groups(documents_N)
+    n_documents = int(documents_N.max()) + 1
+    # every document is in one of up to GROUPS equally likely groups
+    group_D = stream(0, "slices", "documents").permutation(n_documents) % min(n_documents, GROUPS)
+    group_N = np.asarray(group_D[documents_N], np.int64)
     change_GE, group_HE = _dropped_by_unit(artifact, predictor, effects, slices, group_N)
     # the change is linear in the sum of effects
     one_more = replace(retained, effect_BT=retained.effect_BT + 1.0)
@@ -194,13 +197,6 @@ class _Pairs:
         freedom_2G = np.maximum(count_2G - 1.0, 0.0) + PRIOR_DOCUMENTS
         # m / (m - 1) times the sum over m documents has m - 1 degrees of freedom
         return (count_2G * measured_2G + PRIOR_DOCUMENTS * expected_2G) / freedom_2G, freedom_2G
-
-
-def _random_groups(documents_N: I64) -> I64:
-    """Return a random group of every document, up to GROUPS equally likely ones, (N,)."""
-    n_documents = int(documents_N.max()) + 1
-    group_D = stream(0, "slices", "documents").permutation(n_documents) % min(n_documents, GROUPS)
-    return np.asarray(group_D[documents_N], np.int64)
 
 
 def _dropped_by_unit(

@@ -182,7 +182,7 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         if slices.membership_GN is None:
             total_D = slice_GD.sum(axis=0)  # each row is in exactly one slice
         else:
-            corpus = predictor.sums(_whole_corpus(predictor.n_rows))
+            corpus = predictor.sums(Weights.from_slices(np.zeros(predictor.n_rows, np.int32), 1))
             total_D = np.concatenate([corpus.sketch[name][0] for name in sketches])
         rest_GD = total_D - slice_GD
         norm_G = np.linalg.norm(slice_GD, axis=1) * np.linalg.norm(rest_GD, axis=1)
@@ -196,8 +196,3 @@ def slice_effects(predictor: Predictor, slices: LabelSlices) -> SliceEffects:
         doubled_GT=predictor.change_of(predictor.reweighted(sums, DOUBLED)),
         redundancy_G=redundancy_G,
     )
-
-
-def _whole_corpus(n_rows: int) -> Weights:
-    """Return all rows as a single subset, (1, N)."""
-    return Weights.from_slices(np.zeros(n_rows, np.int32), 1)

@@ -211,9 +211,7 @@ def weighted_units(records: Records, name: str, known: Mapping[str, Unit]) -> di
 
 def split_names(text: str) -> list[str]:
     """Split names separated by commas; an existing file may have commas in its name."""
-    if Path(text).is_file():
-        return [text]
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [text] if Path(text).is_file() else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def target_name(path: str) -> str:
