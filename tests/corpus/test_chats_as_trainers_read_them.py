@@ -333,6 +333,13 @@ def test_every_answer_of_a_template_that_changes_the_last_turn_carries_loss(tmp_
     assert store.skipped.ids == {}
 
 
+@pytest.mark.parametrize("name", ["ends", "ends twice"])
+def test_an_answer_ends_with_its_token_before_an_empty_turn(tmp_path, name):
+    template, loss = LAST_TURN[name]
+    chat = turns(QUESTION, ANSWER, "", LAST)
+    assert text_and_loss(stored(tmp_path, [{"messages": chat}], chat_tokenizer(template)))[1] == loss
+
+
 def test_answers_keep_what_the_template_leaves_of_earlier_turns(tmp_path):
     thought = turns(QUESTION, f"<think>hm</think>{ANSWER}", FOLLOW_UP, f"<think>so</think>{LAST}")
     store = stored(tmp_path, [{"messages": thought, "id": "part"}], chat_tokenizer(REWRITES))
