@@ -9,6 +9,7 @@ from grasp.formats.dataset_entries import part_of_file, select_entry, split_addr
 from grasp.yaml_files import read_yaml
 
 _YAML = (".yaml", ".yml")
+_OF_TOKENIZER = ("special_tokens", "tokens", "added_tokens_overrides", "eot_tokens", "default_system_message")
 # Names of Axolotl (`SFTDataset`, `PretrainingDataset`, `DPODataset`) that are interpreted.
 _USED = (
     *("path", "data_files", "split", "type", "field", "text_column", "chat_template", "chat_template_jinja"),
@@ -53,6 +54,10 @@ def read(path: str) -> dict[str, Any]:
     name, fields = select_entry(_entries_of(config, file), name, file)
     with at(f"{file}#{name}"):
         names, notes = _names_of(fields, config)
+        if set_names := [name for name in (*_OF_TOKENIZER, "sequence_len") if config.get(name)]:
+            notes.append(
+                f"not applied: {', '.join(set_names)}; pass Axolotl's tokenizer (--tokenizer), and --max-length"
+            )
         resolved: dict[str, Any] = {"path": _data_path(fields)}
         if fields.get("split"):
             is_file = Path(resolved["path"]).is_file()
