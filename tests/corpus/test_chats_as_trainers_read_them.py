@@ -185,6 +185,9 @@ def test_preference_pairs_are_refused_with_the_setting_that_reads_them(tmp_path)
     assert "corpus.prompt" not in unread_notes({"text": "chosen"}, ["rejected"])[0]
     assert "'chosen'" in unread_notes({"turns": "chosen"}, ["rejected"])[0]
     assert unread_notes({"text": "text"}, ["chosen", "rejected"]) == unread_notes({"text": "chosen"}, []) == []
+    (note,) = unread_notes({"prompt": "prompt", "completion": "completion"}, ["label"])  # KTO
+    assert note.endswith("label")
+    assert unread_notes({"text": "text"}, ["label"]) == []
     record = {"prompt": QUESTION, "chosen": " wet.", "rejected": " dry."}
     with pytest.raises(CorpusError, match=r"preference pairs.*corpus\.prompt"):
         stored(tmp_path, [record])

@@ -546,7 +546,8 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
             else:
                 note += " is not read"
         notes.append(note)
-    if unread_columns := [name for name in TRAINER_COLUMNS if name in others]:
+    # `label` of KTO says whether a completion is desirable; here all are trained on
+    if unread_columns := [n for n in (*TRAINER_COLUMNS, *("label",) * ("completion" in roles)) if n in others]:
         notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread_columns)}")
     return notes
 
