@@ -510,7 +510,7 @@ def object_arguments(arguments: Any) -> Any:
 
 
 # columns whose content trainers pass to the model
-TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images")
+TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images", "position_ids", "seq_lengths")
 # options that read the chosen answers of preference pairs as completions
 PROMPT_SETTINGS: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
