@@ -146,10 +146,8 @@ def parse_choices(values: Mapping[str, Any], location: str) -> MultipleChoice:
 
 def _right_by_encoding(answer: Any, choices: Sequence[str], labels: Any) -> dict[str, int]:
     """Return the position of the right choice by each encoding that fits."""
-    if isinstance(answer, list) and len(answer) == 1:
-        (answer,) = answer
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
+    answer = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
     if isinstance(answer, bool) or not isinstance(answer, int | str):
         return {}
     text = str(answer).strip()
@@ -184,8 +182,7 @@ def right_choices(records: Sequence[MultipleChoice]) -> list[int]:
         return [
             next(record.right[encoding] for encoding in ENCODINGS if encoding in record.right) for record in records
         ]
-    if fitting[0] == "label":  # explicit, so it is not ambiguous
-        fitting = ["label"]
+    fitting = ["label"] if fitting[0] == "label" else fitting  # explicit, so it is not ambiguous
     gold = [record.right[fitting[0]] for record in records]
     ambiguous = [record for record in records if len({record.right[encoding] for encoding in fitting}) > 1]
     fault = ""

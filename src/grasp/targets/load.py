@@ -246,8 +246,8 @@ def _entry_records(entry: Mapping[str, Any]) -> Records:
     for location, record in read_records(settings.path, settings.split):
         with at(location, TargetError):
             content = form_of(tuple(record), settings).usual(record)
-        if "text" in content:  # all of it carries loss
-            content = {"prompt": "", "completion": content["text"] or ""}
+        # all of a text carries loss
+        content = {"prompt": "", "completion": content["text"] or ""} if "text" in content else content
         yield location, {name: record[name] for name in ("task", "unit_id", "loss_on") if name in record} | content
 
 

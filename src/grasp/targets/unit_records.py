@@ -179,11 +179,14 @@ def _pair_unit(unit: Unit, pair: Content) -> Unit:
 
 def _parse_fields(values: dict[str, Any], form: str) -> tuple[UnitFields, Content | None]:
     """Parse a record, and its content if that is a conversation or a preference pair."""
+    fault = ""
+    if "completion" in values and values.get("label") is False:
+        fault = "label: got false, an undesirable completion (KTO), expected a right one; remove the record"
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
         answer = values["answer"].get("value") if isinstance(values["answer"], Mapping) else values["answer"]
-        if isinstance(answer, list) and answer:  # several are correct (Natural Questions, TriviaQA): the first one
-            answer = answer[0]
+        # several are correct (Natural Questions, TriviaQA): the first one
+        answer = answer[0] if isinstance(answer, list) and answer else answer
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise TargetError(f"answer: got {values['answer']!r:.60}, expected a text or a list of texts")
         values |= {"prompt": question_prompt(values), "completion": f"{space}{answer}"}
@@ -212,7 +215,9 @@ def _parse_fields(values: dict[str, Any], form: str) -> tuple[UnitFields, Conten
     except ValidationError as err:
         raise TargetError(describe(err, "")) from err
     if not fields.completion.strip():
-        raise TargetError(f"completion: got {fields.completion!r}, expected text to score")
-    if fields.gold is not None and fields.gold >= len(fields.choices):
-        raise TargetError(f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices")
+        fault = f"completion: got {fields.completion!r}, expected text to score"
+    elif fields.gold is not None and fields.gold >= len(fields.choices):
+        fault = f"gold: got {fields.gold}, expected the position of one of {len(fields.choices)} choices"
+    if fault:
+        raise TargetError(fault)
     return fields, content
