@@ -302,11 +302,8 @@ def mismatch(actual: FileEntry, expected: FileEntry) -> str | None:
     if actual.bytes != expected.bytes:
         problem = "truncated" if actual.bytes < expected.bytes else "too long"
         return f"{problem}: {actual.bytes} of {expected.bytes} bytes"
-    return (
-        None
-        if actual.checksum == expected.checksum
-        else f"damaged: checksum {actual.checksum}, expected {expected.checksum}"
-    )
+    is_same = actual.checksum == expected.checksum
+    return None if is_same else f"damaged: checksum {actual.checksum}, expected {expected.checksum}"
 
 
 def check_directory(path: Path, inputs: Mapping[str, InputPaths] | None = None) -> None:

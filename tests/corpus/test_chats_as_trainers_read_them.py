@@ -185,6 +185,9 @@ def test_preference_pairs_are_refused_with_the_setting_that_reads_them(tmp_path)
     assert "corpus.prompt" not in unread_notes({"text": "chosen"}, ["rejected"])[0]
     assert "'chosen'" in unread_notes({"turns": "chosen"}, ["rejected"])[0]
     assert unread_notes({"text": "text"}, ["chosen", "rejected"]) == unread_notes({"text": "chosen"}, []) == []
+    (note,) = unread_notes({"prompt": "prompt", "completion": "completion"}, ["label"])  # KTO
+    assert note.endswith("label")
+    assert unread_notes({"text": "text"}, ["label"]) == []
     record = {"prompt": QUESTION, "chosen": " wet.", "rejected": " dry."}
     with pytest.raises(CorpusError, match=r"preference pairs.*corpus\.prompt"):
         stored(tmp_path, [record])
@@ -331,6 +334,13 @@ def test_every_answer_of_a_template_that_changes_the_last_turn_carries_loss(tmp_
     store = stored(tmp_path, [{"messages": TURNS}], chat_tokenizer(template))
     assert text_and_loss(store)[1] == loss
     assert store.skipped.ids == {}
+
+
+@pytest.mark.parametrize("name", ["ends", "ends twice"])
+def test_an_answer_ends_with_its_token_before_an_empty_turn(tmp_path, name):
+    template, loss = LAST_TURN[name]
+    chat = turns(QUESTION, ANSWER, "", LAST)
+    assert text_and_loss(stored(tmp_path, [{"messages": chat}], chat_tokenizer(template)))[1] == loss
 
 
 def test_answers_keep_what_the_template_leaves_of_earlier_turns(tmp_path):

@@ -227,6 +227,38 @@ def test_token_ids_of_any_integer_and_list_type(tmp_path, kind, wrap):
     assert [None if array is None else array.tolist() for array in ids] == [[1, 2], None, [3, 4]]
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"labels": [-100, 6, 7, 8]}, ([5, 6, 7, 8], [False, True, True, True])),
+        ({"labels": [5, 6, 7, 8]}, ([5, 6, 7, 8], None)),
+        ({"completion_mask": [0, 0, 1, 1]}, ([5, 6, 7, 8], [False, False, True, True])),
+        ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [True, True, False, True]}, ([5, 6, 7, 8], [0, 1, 0, 1])),
+        ({"attention_mask": [0, 1, 1, 0]}, ([6, 7], None)),
+        ({"attention_mask": [1, 1, 1, 0], "labels": [-100, 6, 7, -100]}, ([5, 6, 7], [False, True, True])),
+        ({"labels": None}, ([5, 6, 7, 8], None)),
+        ({"labels": [6, 7, 8, -100]}, r"c\..*: column 'labels' differs from input_ids.*not shifted"),
+        ({"attention_mask": [1, 1]}, r"c\..*: column 'attention_mask' has 2 values.*4 token ids"),
+        ({"labels": ["a"] * 4}, "labels.*integers"),
+    ],
+)
+def test_columns_beside_token_ids_say_which_are_padding_and_which_carry_loss(write, columns, expected):
+    path = write([{"input_ids": [5, 6, 7, 8], "topic": "a"} | columns])
+    if isinstance(expected, str):
+        with pytest.raises(CorpusError, match=expected):
+            read(path)
+        return
+    (document,) = read(path)
+    mask = document.loss_mask
+    assert (document.input_ids.tolist(), None if mask is None else mask.tolist()) == expected
+    assert dict(document.labels) == {"topic": "a"}
+
+
+def test_labels_beside_a_text_stay_labels(write):
+    (document,) = read(write([{"text": "a", "labels": ["x", "y"], "attention_mask": 3}]))
+    assert dict(document.labels) == {"labels": '["x", "y"]', "attention_mask": 3}
+
+
 def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"text": "a \\ud83d b", "topic": "\\udc00", "doc_id": "\\ud83d\\ude00"}\n')
     (only,) = read(tmp_path / "c.jsonl")

@@ -71,6 +71,24 @@ def test_turns_that_axolotl_does_not_train(tmp_path):
     assert conversation.untrained == {1}
 
 
+def test_settings_of_axolotl_that_change_the_tokens_are_noted(tmp_path):
+    entry_in(tmp_path, "alpaca")
+    entry = {"path": str(tmp_path / "alpaca.json"), "type": "alpaca"}
+    config = {"special_tokens": {"eos_token": "<|im_end|>"}, "sequence_len": 24, "tokens": []}
+    fields = CorpusSettings(path=str(axolotl(tmp_path, entry, **config))).fields
+    assert [note for note in fields.notes if note.startswith("not applied: special_tokens, sequence_len;")]
+    assert not CorpusSettings(path=str(axolotl(tmp_path, entry))).fields.notes
+
+
+def test_llama_factory_leaves_out_conversations_without_a_last_answer(tmp_path):
+    turns = [{"from": role, "value": role} for role in ("system", "human", "gpt", "human")]
+    write_jsonl(tmp_path / "c.jsonl", [{"conversations": turns[:n]} for n in (3, 4)])
+    path = llama_factory(tmp_path, c={"file_name": "c.jsonl", "formatting": "sharegpt"})
+    assert [conversation.fault for conversation in conversations(path)] == [None, "no_answer"]
+    openai = {"path": str(tmp_path / "c.jsonl"), "type": "sharegpt"}
+    assert [conversation.fault for conversation in conversations(axolotl(tmp_path, openai))] == [None, None]
+
+
 def test_train_on_inputs(tmp_path):
     entry_in(tmp_path, "alpaca")
     entry = {"path": str(tmp_path / "alpaca.json"), "type": "alpaca"}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from grasp.errors import TargetError
 from grasp.settings import TargetSettings
 from grasp.targets import load_units
+from grasp.targets.margins import with_metric
 from grasp.targets.unit_records import units_from_records
 
 UNTIL = {"until": ["\n"], "do_sample": False}
@@ -60,7 +61,20 @@ def test_all_forms_of_arguments_give_the_same_units(write, count):
 @pytest.mark.parametrize("target", [1, "1", True, "True", "l'été", " l'été", "[1]", [1, 2], "[1, 0]", ["l'été", "red"]])
 def test_a_target_is_a_position_or_a_text_or_a_list_of_either(target):
     (unit,) = read(choice_record(0, WORDS, target))
-    assert (unit.completion, unit.gold) == (" l'été", 1)
+    assert (unit.completion, unit.choices[unit.gold]) == (" l'été", " l'été")
+
+
+@pytest.mark.parametrize("target", ["[1, 0]", [1, 0, 1], ["l'été", "red"]])
+def test_other_right_choices_are_no_wrong_answers(target):
+    (unit,) = read(choice_record(0, ["red", "l'été", "blue"], target))
+    assert unit.choices == (" l'été", " blue")
+    assert [other.completion for other in with_metric(unit, "margin").others] == [" blue"]
+
+
+def test_a_margin_needs_a_choice_that_is_wrong():
+    (unit,) = read(choice_record(0, ["red", "l'été"], [0, 1]))
+    with pytest.raises(TargetError, match="needs the wrong answers"):
+        with_metric(unit, "margin")
 
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=4, unique_by=str.strip), st.data())

@@ -170,6 +170,15 @@ def test_shares_with_a_sum_close_to_one_are_normalised(tmp_path):
     assert read(tmp_path, shares=changed(SHARES, 1, 1, 4.0), weights="times").weights_RG()[0, 0] == 4.0
 
 
+@pytest.mark.parametrize("shares", [[33, 33, 33], [34, 33, 34], [0.33, 0.33, 0.33], [0.34, 0.33, 0.34]])
+def test_rounded_shares_of_99_or_101_percent_are_normalised(tmp_path, shares):
+    whole = 100 if shares[0] > 1 else 1
+    table = [["run", "wiki", "code", "web"], ["a", *shares], ["b", whole, 0, 0]]
+    source = write(tmp_path / "w.csv", table)
+    runs = grasp.import_runs(source, write(tmp_path / "m.csv", LOSSES[:3]), label="source")
+    np.testing.assert_allclose(runs.weights_RG()[0], np.array(shares) / sum(shares))
+
+
 def with_column(name, value):
     """Return the results with a further column that is equal for all runs."""
     return [[*line, value if i else name] for i, line in enumerate(LOSSES)]

@@ -117,6 +117,23 @@ def test_an_adapter_directory_is_loaded_with_the_adapter_merged(checkpoint, tmp_
     assert model.tokenizer.fingerprint == bare.tokenizer.fingerprint
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_merging_an_adapter_of_repeated_layers_keeps_their_difference(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    n_layers = AutoConfig.from_pretrained(checkpoint).num_hidden_layers
+    options = {"target_modules": ["q_proj"], "layer_replication": [[0, n_layers], [0, n_layers]]}
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **options)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = ReferenceModel.load(ModelSettings(path=str(tmp_path / "adapter"), device="cpu"))
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits[0]
+        terms = 4 * (4 * H + 48) + H
+        torch.testing.assert_close(model.logits(model.hidden(ids)[0]), expected, rtol=0, atol=rounding(terms, expected))
+
+
 BASE = 300  # tokens of `checkpoint`
 ADDED_TOKENS = [BASE - 1, BASE, BASE + 1]  # of which the base model lacks the last two
 

@@ -410,6 +410,19 @@ def test_rows_keep_the_other_columns_of_their_records(suffix, kind, tmp_path, mo
     assert rebuilt.rows(np.arange(rebuilt.n_rows)).select(columns).to_pylist() == labels
 
 
+@pytest.mark.parametrize("mask", ["labels", "completion_mask"])
+def test_the_loss_mask_of_token_ids_is_exported_as_labels(mask, tmp_path):
+    ids = [[k, 1, 2, 3] for k in range(5)]
+    masked = {"labels": [-100, -100, 2, 3], "completion_mask": [0, 0, 1, 1]}[mask]
+    path = write_jsonl(tmp_path / "c.jsonl", [{"input_ids": row, mask: masked} for row in ids])
+    artifact = build(tmp_path, path)
+    assert rows_of(artifact).loss_counts().tolist() == [2] * 5
+    lines = export(artifact, [3, 0], tmp_path / "kept")
+    assert [(line["input_ids"], line["labels"]) for line in lines] == [(ids[k], [-100, -100, 2, 3]) for k in (0, 3)]
+    assert mask == "labels" or mask not in lines[0]
+    assert rows_of(build(tmp_path / "again", tmp_path / "kept")).loss_counts().tolist() == [2, 2]
+
+
 def test_rows_keep_the_names_of_classes(tmp_path):
     datasets = pytest.importorskip("datasets")
     classes = datasets.ClassLabel(names=["neg", "pos"])

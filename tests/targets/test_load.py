@@ -181,6 +181,8 @@ REFUSED = [
     ({"task": "t", "prompt": "p"}, r"exam\.jsonl:1: completion: missing"),
     ({"task": "t", "prompt": 3}, r"exam\.jsonl:1: prompt: .*\b3\b.*completion: missing"),
     ({**PLAIN, "task": ""}, r"exam\.jsonl:1: task: .*''"),
+    ({**PLAIN, "label": False}, r"exam\.jsonl:1: label: got false.*undesirable"),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:], "label": False}, r"exam\.jsonl:1: label: got false"),
     ({**PLAIN, "gold": 2, "choices": ["c"]}, r"gold: .*\b2\b.*\b1 choices"),
     ({"messages": turns(QUESTION, " ")}, r"exam\.jsonl:1: .*answer.*empty"),
     ({"messages": TURNS[:1]}, r"exam\.jsonl:1: .*assistant.*answer"),

@@ -43,12 +43,9 @@ def main() -> None:
         if err.errno not in SYSTEM_ERRORS:
             raise
         message = f"{err.filename}: {err.strerror}" if err.filename else str(err)
-        remedy = (
-            "; finished parts are kept: free disk space and run the same command again"
-            if err.errno in DISK_FULL_ERRORS
-            else ""
-        )
-        _fail(message + remedy)
+        if err.errno in DISK_FULL_ERRORS:
+            message += "; finished parts are kept: free disk space and run the same command again"
+        _fail(message)
 
 
 def _fail(message: str) -> NoReturn:

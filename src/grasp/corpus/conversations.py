@@ -512,7 +512,7 @@ def object_arguments(arguments: Any) -> Any:
 
 
 # columns whose content trainers pass to the model
-TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images")
+TRAINER_COLUMNS: Final = (*TURNS, *EXTRA_COLUMNS, "chat_template", "image", "images", "position_ids", "seq_lengths")
 # options that read the chosen answers of preference pairs as completions
 PROMPT_SETTINGS: Final = """--set 'corpus.prompt="{prompt}"' --set 'corpus.completion="{chosen}"\'"""
 
@@ -548,7 +548,9 @@ def unread_notes(roles: Mapping[str, str], other_columns: Collection[str]) -> li
             else:
                 note += " is not read"
         notes.append(note)
-    if unread_columns := [name for name in TRAINER_COLUMNS if name in others]:
+    # `label` of KTO says whether a completion is desirable; here all are trained on
+    trainer_columns = (*TRAINER_COLUMNS, "label") if "completion" in roles else TRAINER_COLUMNS
+    if unread_columns := [name for name in trainer_columns if name in others]:
         notes.append(f"not read, although trainers may read columns of that name: {', '.join(unread_columns)}")
     return notes
 
@@ -650,8 +652,5 @@ def conversation_in(record: Mapping[str, Any]) -> Conversation | None:
     Raises:
         CorpusError: its content is invalid.
     """
-    for form in forms_in([name for name, value in record.items() if value is not None]).values():
-        conversation = form.read(record).conversation
-        if conversation is not None:
-            return conversation
-    return None
+    forms = forms_in([name for name, value in record.items() if value is not None]).values()
+    return next((read for form in forms if (read := form.read(record).conversation) is not None), None)

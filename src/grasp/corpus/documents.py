@@ -2,8 +2,9 @@
 
 Start with `read_documents`. A *record* is a line of JSON or a row of a table. Each of its columns has a role:
 
-    content    text, turns of a conversation, or token ids. How a document is read from them is its *form*
-               (`conversations.Form`); the columns of the form have standard names, which a record may name otherwise
+    content    text, turns of a conversation, or token ids, of which other columns say which carry loss (`LOSS_MASKS`).
+               How a document is read from them is its *form* (`conversations.Form`); the columns of the form have
+               standard names, which a record may name otherwise
     ids        row id and document id
     labels     all others with values that can be labels
     ignored    the rest: binary values, lists of numbers or of records
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grasp.arrays import I32
+from grasp.arrays import I32, Bool
 from grasp.corpus.conversations import IDS, Conversation, Form, Span, form_of, holds_turns
 from grasp.corpus.labels import Flattener, Label, has_labels, is_json, is_list, is_text, label_name, label_text
 from grasp.corpus.sources import ArrowChunk, Chunk, JsonRecord, Source, open_source, unread_files_note
@@ -32,6 +33,8 @@ from grasp.text import did_you_mean
 
 ROW_ID_COLUMNS = ("row_id", "id")  # the first existing one holds row ids, unless a setting names another column
 DOC_ID_COLUMN = "doc_id"
+PADDING_MASK = "attention_mask"  # of tokenized records, as trainers write them; 0: padding
+LOSS_MASKS = {"labels": -100, "completion_mask": 0, "assistant_masks": 0}  # and the value of tokens without loss
 FIRST_DOCUMENTS = 256  # documents that are read when a corpus is opened
 
 Columns = Mapping[str, pa.DataType | None]  # with their types; None for fields of JSON, whose types are not known
@@ -91,7 +94,7 @@ def read_records(source: Source, settings: CorpusSettings, content_of: ContentOf
 
     for chunk in source.chunks(start, select_columns):
         file_labels = chunk.file_labels if settings.path_labels else {}
-        for index, (location, values) in enumerate(records_in(chunk, IDS), start=chunk.index):
+        for index, (location, values) in enumerate(records_in(chunk, as_arrays=True), start=chunk.index):
             if settings.limit is not None and index >= settings.limit:
                 return
             if isinstance(chunk, JsonRecord):
@@ -160,14 +163,12 @@ def _assign_roles(columns: Columns, settings: CorpusSettings, content_of: Conten
     )
 
 
-def records_in(
-    chunk: Chunk, ids_column: str | None = None, *, repair: bool = True
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def records_in(chunk: Chunk, *, as_arrays: bool = False, repair: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location of each record of a chunk, for messages, and its plain values.
 
     Args:
         chunk: consecutive records of a source.
-        ids_column: column of token ids, whose lists remain Arrow arrays for speed.
+        as_arrays: lists of token ids and their masks remain Arrow arrays, for speed.
         repair: replace unpaired surrogates in JSON lines.
     Raises:
         CorpusError: text is not UTF-8, JSON in a column is not JSON, or a value is nested too deeply.
@@ -183,7 +184,8 @@ def records_in(
         yield chunk.location, record
         return
     names = chunk.batch.schema.names
-    columns = [_column_values(chunk, name, as_arrays=name == ids_column) for name in names]
+    arrays = token_columns(names) if as_arrays else ()
+    columns = [_column_values(chunk, name, as_arrays=name in arrays) for name in names]
     for k, row in enumerate(zip(*columns, strict=True), start=chunk.first):
         yield f"{chunk.name}, row {k}", dict(zip(names, row, strict=True))
 
@@ -235,6 +237,8 @@ _INT32 = np.iinfo(np.int32)
 class Document:
     """A record of the corpus. If it has `input_ids`, they are used unchanged, and `text` is only for display.
 
+    `loss_mask` says which of them carry loss; None: all.
+
     A conversation has no text until a chat template renders it.
     """
 
@@ -251,6 +255,7 @@ class Document:
     unusable: bool = False  # a conversation that yields no row
     location: str = ""  # file and line or row, for messages
     ignored: tuple[str, ...] = field(default=(), repr=False)  # columns that cannot be labels: nested or binary
+    loss_mask: Bool | None = None
     rejected: "Document | None" = None  # the other side of a preference pair, whose chosen side this is
 
     @property
@@ -300,7 +305,7 @@ class Corpus:
                 text_source = columns.pop(form.columns[0])
                 columns = {"turns" if has_turns else "text": text_source, **columns}
             row_id, doc_id = id_columns(settings, [*record.values, *record.ignored])
-            columns |= {"input_ids": IDS, "row_id": row_id, "doc_id": doc_id}
+            columns |= {name: name for name in token_columns(record.values)} | {"row_id": row_id, "doc_id": doc_id}
             self.columns = {role: column for role, column in columns.items() if column in record.values and column}
         documents = _build_documents(chain(first_record, records))
         self.first = list(islice(documents, FIRST_DOCUMENTS))
@@ -327,7 +332,7 @@ def _build_documents(records: Iterable[Record]) -> Iterator[Document]:
     for record in records:
         assert record.form is not None
         with at(record.location):
-            input_ids = _token_ids(record.values.get(IDS))
+            input_ids, loss_mask = _token_ids(record.values)
             content = record.form.read(record.values)
         if (doc_id := record.doc_id) is None:  # a hash of the content, and the position, which distinguishes duplicates
             sides = [side for side in (content, content.rejected) if side is not None]
@@ -347,6 +352,7 @@ def _build_documents(records: Iterable[Record]) -> Iterator[Document]:
             conversation=content.conversation,
             location=record.location,
             ignored=record.ignored,
+            loss_mask=loss_mask,
         )
         if (side := content.rejected) is None:
             yield document
@@ -355,34 +361,56 @@ def _build_documents(records: Iterable[Record]) -> Iterator[Document]:
             yield replace(document, rejected=rejected)
 
 
-def _token_ids(ids: Any) -> I32 | None:
-    """Return the token ids of a record, if it has them."""
-    if ids is None:
-        return None
-    is_valid = isinstance(ids, list) and all(type(token) is int for token in ids)
-    # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
-    array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids if is_valid else np.nan)
-    if array.size and not (_INT32.min <= array.min() and array.max() <= _INT32.max):
-        shown = ids.to_pylist() if isinstance(ids, pa.Array) else ids
-        raise CorpusError(f"ids column {IDS!r} holds {shown!r:.60}, expected integers of 32 bits, none of them null")
-    return array.astype(np.int32)
+def token_columns(names: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that a tokenized record may have, of token ids and their masks; none if it is not one."""
+    return (IDS, PADDING_MASK, *LOSS_MASKS) if IDS in names else ()
+
+
+def _token_ids(values: Mapping[str, Any]) -> tuple[I32 | None, Bool | None]:
+    """Return the token ids of a record, if it has them, without padding, and which carry loss; None: all."""
+    if values.get(IDS) is None:
+        return None, None
+    ids, is_token, loss_mask, fault = np.empty(0, np.int32), np.ones(0, np.bool_), np.ones(0, np.bool_), ""
+    for name, value in ((name, values[name]) for name in token_columns(values) if values.get(name) is not None):
+        is_valid = isinstance(value, list) and all(type(number) in (int, bool) for number in value)
+        # of any type of integers, since a cast of unsigned 64-bit ids to signed ones would wrap; a null is NaN
+        plain = value.to_numpy(zero_copy_only=False) if isinstance(value, pa.Array) else value if is_valid else np.nan
+        column = np.asarray(plain)
+        if column.size and not (_INT32.min <= column.min() and column.max() <= _INT32.max):
+            shown = value.to_pylist() if isinstance(value, pa.Array) else value
+            fault = f"holds {shown!r:.60}, expected integers of 32 bits, none of them null"
+        elif name == IDS:
+            ids, (is_token, loss_mask) = column.astype(np.int32), np.ones((2, len(column)), dtype=np.bool_)
+        elif len(column) != len(ids):
+            fault = f"has {len(column)} values, expected one for each of the {len(ids)} token ids"
+        elif name == "labels" and ((column != ids) & (column != LOSS_MASKS[name])).any():
+            fault = "differs from input_ids, expected the same ids, not shifted, or -100 without loss"
+        elif name == PADDING_MASK:
+            is_token = column != 0
+        else:
+            loss_mask &= column != LOSS_MASKS[name]
+        if fault:
+            raise CorpusError(f"column {name!r} {fault}")
+    return ids[is_token], None if loss_mask[is_token].all() else loss_mask[is_token]
 
 
 def content_columns(settings: CorpusSettings, columns: Columns) -> tuple[tuple[str, ...], Form]:
     """Return the columns of content, which are not labels, after validating their types, and their form."""
-    form = form_of(tuple(columns), settings)
+    form, lists = form_of(tuple(columns), settings), token_columns(columns)
     text = form.sources[0] if form.kind == "text" else None
     for column, data_type in columns.items():
-        if data_type is None or pa.types.is_null(data_type) or column not in (IDS, text):  # None: JSON, of any type
+        if data_type is None or pa.types.is_null(data_type) or column not in (*lists, text):  # None: JSON, of any type
             continue
-        if column == IDS:
-            is_valid = is_list(data_type) and pa.types.is_integer(data_type.value_type)
+        if column in lists:
+            kind = data_type.value_type if is_list(data_type) else data_type
+            is_valid = is_list(data_type) and (pa.types.is_integer(kind) or pa.types.is_boolean(kind))
         else:
             is_valid = is_text(data_type) or pa.types.is_nested(data_type) or is_json(data_type)
         if not is_valid:
-            expected = "lists of integers" if column == IDS else "text or a list of turns"
+            expected = "lists of integers" if column in lists else "text or a list of turns"
+            expected += ", one for each token id; rename it if it is a label" if column in lists[1:] else ""
             raise CorpusError(f"column {column!r} holds {data_type}, expected {expected}")
-    return (*form.sources, IDS), form
+    return (*form.sources, *lists), form
 
 
 def content_hash(content: bytes) -> str:

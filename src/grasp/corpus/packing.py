@@ -163,11 +163,11 @@ def _render_side(document: Document, tokenizer: Tokenizer, loss_on: str | None) 
         text, loss_spans = chat.text, chat.spans
         left_out = tuple((reason, f"{document.location}: turn {k}") for reason, k in chat.unwritten)
     if loss_spans is None or text is None:
-        if loss_on in ("assistant", "completion"):
+        if loss_on == "completion" or (loss_on == "assistant" and document.loss_mask is None):
             raise CorpusError(
                 f"{document.location}: has no answer to carry loss; corpus.loss_on: got {loss_on}, expected all"
             )
-        return document
+        return replace(document, loss_mask=None) if loss_on == "all" else document
     answers = ((0, len(text)),) if loss_on == "all" else loss_spans
     return replace(document, text=text, answers=answers, left_out=left_out)
 
@@ -255,7 +255,7 @@ class _Packer:
                 "use the tokenizer that the model was trained with"
             )
         if tokens is None:
-            return TokenizedText(unchecked.astype(np.int32, copy=False))
+            return TokenizedText(unchecked.astype(np.int32, copy=False), loss_mask=document.loss_mask)
         ids, loss_mask, ends = tokens.ids, tokens.loss_mask, tokens.ends
         if document.conversation is None:  # chat templates write their own end-of-turn tokens
             suffix = np.array(self._tokenizer.suffix_ids, dtype=np.int64)

@@ -9,6 +9,7 @@ from grasp.formats.dataset_entries import part_of_file, select_entry, split_addr
 from grasp.yaml_files import read_yaml
 
 _YAML = (".yaml", ".yml")
+_OF_TOKENIZER = ("special_tokens", "tokens", "added_tokens_overrides", "eot_tokens", "default_system_message")
 # Names of Axolotl (`SFTDataset`, `PretrainingDataset`, `DPODataset`) that are interpreted.
 _USED = (
     *("path", "data_files", "split", "type", "field", "text_column", "chat_template", "chat_template_jinja"),
@@ -65,6 +66,10 @@ def read(path: str) -> dict[str, Any]:
     name, fields = select_entry(entries, name, file)
     with at(f"{file}#{name}"):
         names, notes = _names_of(fields, config)
+        if set_names := [name for name in (*_OF_TOKENIZER, "sequence_len") if config.get(name)]:
+            notes.append(
+                f"not applied: {', '.join(set_names)}; pass Axolotl's tokenizer (--tokenizer), and --max-length"
+            )
         data_files = fields.get("data_files") or []
         data_files = data_files if isinstance(data_files, list) else [data_files]
         if len(data_files) > 1:

@@ -85,4 +85,7 @@ def _usual_turns(turns: Sequence[Mapping[str, Any]], names: FieldNames) -> list[
             standard["train"] = False
         if not (names.drop_system and standard["role"] == "system"):
             standard_turns.append(standard)
-    return standard_turns
+    # LLaMA-Factory leaves out conversations that do not end with an answer
+    leaves_out = names.origin.startswith("LLaMA-Factory") and names.form == "messages"
+    has_answer = bool(standard_turns) and standard_turns[-1]["role"] in ("assistant", "function_call")
+    return [] if leaves_out and not has_answer else standard_turns

@@ -181,7 +181,7 @@ class _MultipleChoice:
     by_number: tuple[int, ...]  # gold, if a number is a position, and any other target the text of a choice
     by_text: tuple[int, ...]  # gold, if every target is the text of a choice
     predicted: _Prediction | None
-    gold: int = -1  # set by `resolve`
+    gold: tuple[int, ...] = ()  # set by `resolve`; the first one is scored
 
     @classmethod
     def parse(
@@ -243,18 +243,16 @@ class _MultipleChoice:
                     f"and the text of {text!r}, and `acc` and `filtered_resps` do not resolve the ambiguity; {_REMEDY}"
                 )
         for sample, gold in zip(samples, encodings[0], strict=True):
-            sample.gold = gold[0]
+            sample.gold = gold
 
     def to_unit(self) -> Unit:
-        """Return the document as a unit, with the gold choice as its completion."""
-        contexts, texts = zip(*self.pairs, strict=True)
-        return replace(
-            self.unit,
-            prompt=contexts[self.gold],
-            completion=_require_text(texts[self.gold]),
-            choices=texts if len(set(contexts)) == 1 else contexts,
-            gold=self.gold,
-        )
+        """Return the document as a unit, with the gold choice as its completion; other gold ones are no choices."""
+        first, others = self.gold[0], {*self.gold[1:]} - {self.gold[0]}
+        contexts, texts = zip(*(pair for k, pair in enumerate(self.pairs) if k not in others), strict=True)
+        gold = first - sum(k < first for k in others)
+        choices = texts if len(set(contexts)) == 1 else contexts
+        completion = _require_text(texts[gold])
+        return replace(self.unit, prompt=contexts[gold], completion=completion, choices=choices, gold=gold)
 
 
 def _find_choices(target: Any, texts: Sequence[str]) -> tuple[int, ...]:

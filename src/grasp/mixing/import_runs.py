@@ -221,11 +221,9 @@ def read_mixtures(source: Path | str | pa.Table, values: Sequence[str], measure:
     absent = [name for name in values if name not in table.column_names]
     for name in absent:
         table = table.append_column(name, pa.array(np.zeros(len(table))))
-    names = (
-        tuple(_string_column(table, name_columns[0], location).to_pylist())
-        if name_columns
-        else tuple(f"mixture-{b + 1}" for b in range(len(table)))
-    )
+    names = tuple(f"mixture-{b + 1}" for b in range(len(table)))
+    if name_columns:
+        names = tuple(_string_column(table, name_columns[0], location).to_pylist())
     columns = [float_column(table[name]) for name in values]
     share_BG = np.stack([np.full(len(table), np.nan) if column is None else column for column in columns], axis=1)
     for name, share_G in zip(names, share_BG, strict=True):

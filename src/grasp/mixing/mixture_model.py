@@ -110,11 +110,9 @@ class MixtureModel:
                 "MIXTURES METRICS --label LABEL"
             )
         selected = metric or table.metrics
-        weight_of = (
-            dict(selected)
-            if isinstance(selected, Mapping)
-            else dict.fromkeys(parse_names(selected, table.metrics), 1.0)
-        )
+        if not isinstance(selected, Mapping):
+            selected = dict.fromkeys(parse_names(selected, table.metrics), 1.0)
+        weight_of = dict(selected)
         unknown = [name for name in weight_of if name not in table.metrics]
         if unknown or not sum(weight_of.values()) > 0 or min(weight_of.values()) < 0:
             hint = "".join(did_you_mean(name, table.metrics) for name in unknown)

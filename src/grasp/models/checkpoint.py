@@ -248,8 +248,8 @@ def _load_adapter(model: Any, settings: ModelSettings) -> Any:
                     for parameter in layer.parameters():
                         parameter.data[base_size:] = torch.nan  # until the adapter sets them
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=apart)
-            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                if hasattr(layer, "base_layer") and not apart:  # merging would change the tied layer, too
+            for layer in () if apart else adapted.modules():  # merging would change layers that share weights, too
+                if "weight" in getattr(getattr(layer, "base_layer", None), "_parameters", ()):
                     layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
             adapted = adapted.get_base_model() if apart else adapted.merge_and_unload()
     except (OSError, ValueError, LookupError, RuntimeError, TypeError, SafetensorError, UnpicklingError) as err:

@@ -315,7 +315,8 @@ class HfTokenizer:
         if end is None or not end_token.match(ending):
             raise UnusableConversationError("rewritten", f"turn {k}")
         following = str(conversation.turns[k + 1]["content"]).strip()
-        opens_next = text[end.end() :].lstrip().startswith(following)  # the role of the next turn; there is no end
+        # the role of the next turn; there is no end
+        opens_next = following != "" and text[end.end() :].lstrip().startswith(following)
         return start, stop if opens_next else end.end()
 
     def _span_of_content(self, conversation: Conversation, k: int, text: str) -> Span:

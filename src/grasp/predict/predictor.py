@@ -96,11 +96,8 @@ class RepetitionLaw:
 
     def rows_per_epoch(self, n_retained_B: Any, n_rows: int) -> F64:
         """Return n, the rows that training reads per epoch: the retained rows, or with a budget all N; (B,)."""
-        return (
-            np.asarray(n_retained_B, np.float64)
-            if self.epochs is None
-            else np.full(np.shape(n_retained_B), float(n_rows))
-        )
+        rows_B = np.asarray(n_retained_B, np.float64)
+        return rows_B if self.epochs is None else np.full_like(rows_B, n_rows)
 
     def effective_weights(self, weights: Weights) -> Weights:
         """Return v_i = law(w_i y) / law(y) with y = n / sum_j w_j; binary weights are returned unchanged."""

@@ -188,12 +188,11 @@ def preview_targets(
         skipped = skipped_lines(units.unwritten.counts, units.unwritten.examples, "skipped")
         notes = [*skipped, encoder.describe()]
     counts = Counter(unit.target for unit in units.units)
-    scoring = {unit.target: _scoring(unit) for unit in units.units}
     columns: dict[str, list[Any]] = {
         "target": list(counts),
         "units": list(counts.values()),
         "of": [units.drawn_from[target] for target in counts],
-        "read as": [scoring[target] for target in counts],
+        "read as": [*{unit.target: _scoring(unit) for unit in units.units}.values()],
     }
     if lengths:
         columns["tokens with loss, mean"] = [round(float(np.mean(lengths[target])), 1) for target in counts]

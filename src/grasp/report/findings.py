@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from grasp.api.evaluate import Agreement, agreement
 from grasp.arrays import F64, ratio
 from grasp.artifact.inspection import info
-from grasp.artifact.label_table import Label
 from grasp.artifact.manifest import MODEL
 from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import (
@@ -48,8 +47,8 @@ from grasp.errors import ProtocolLeakError, RunsError
 from grasp.models.build_source import WARM_UP, WarmUpRecord
 from grasp.predict.predictor import SIMILARITY_SKETCHES, Predictor
 from grasp.predict.scoring_rule import ScoringProtocol, load_protocol
-from grasp.predict.slice_intervals import ChangeErrors, dropped_errors
-from grasp.predict.slices import LabelSlices, SliceEffects, label_slices, slice_effects
+from grasp.predict.slice_intervals import dropped_errors
+from grasp.predict.slices import LabelSlices, label_slices, slice_effects
 from grasp.progress import Progress
 from grasp.report.example_rows import ExampleRows, Shades, collect_example_rows, explain_rows
 from grasp.runs.calibration import COVERAGE, OutcomePredictor, fit_outcomes
@@ -189,7 +188,10 @@ def collect_findings(
     predictor = Predictor.from_artifact(artifact, protocol, targets, sketches=sketches)
     tokens_N = row_tokens(artifact)
     columns = [label_column(artifact, name, "--by") for name in by or suggest_labels(artifact)]
-    slices_by_label = [label_slices(column, tokens_N) for column in columns if by or not _names_places(column.values)]
+    if not by:  # without labels most of whose values are addresses, paths of files or ids
+        places = [sum(PLACE.fullmatch(str(value)) is not None for value in column.values) for column in columns]
+        columns = [column for column, n in zip(columns, places, strict=True) if 2 * n <= len(column.values)]
+    slices_by_label = [label_slices(column, tokens_N) for column in columns]
     outcomes: OutcomePredictor | str = ""  # predictions in the unit of the runs need finished development runs
     if runs is not None and runs.pending():
         outcomes = f"{NO_INTERVALS}: they are unfinished"
@@ -288,11 +290,6 @@ def _facts(artifact: ArtifactReader, targets: Sequence[str], predictor: Predicto
     )
 
 
-def _names_places(values: Sequence[Label]) -> bool:
-    """Return whether most values of a label are addresses, paths of files or ids."""
-    return sum(PLACE.fullmatch(str(value)) is not None for value in values) * 2 > len(values)
-
-
 def _label_findings(
     artifact: ArtifactReader,
     predictor: Predictor,
@@ -315,14 +312,10 @@ def _label_findings(
     # other changes are not a sum over slices
     weights_model = effects.sums.effect_BT if predictor.protocol.is_additive else predictor
     names = unique_names(slices.names, MAX_CELL_CHARS)
-    evidence = _evidence(effects, errors, slices, n_compared) @ weights_T
-    return LabelFindings(slices, names, float(evidence), contribution, by_relevance, weights_model)
-
-
-def _evidence(effects: SliceEffects, errors: ChangeErrors, slices: LabelSlices, n_compared: int) -> F64:
-    """Return the variance of the effects between slices beyond that of random groups, (T,); 0: none is significant."""
+    # the variance of the effects between slices beyond that of random groups; 0: none is significant
     share_G = slices.rows_G / slices.rows_G.sum()
     is_significant_T = (np.abs(errors.value_GT) > errors.half_widths(compared=n_compared)).any(axis=0)
     noise_GT = ratio(errors.error_GT, errors.value_GT) ** 2  # 1 / z^2
     variance_T = share_G @ np.nan_to_num(effects.effect_GT**2 * (1.0 - noise_GT))
-    return np.where(is_significant_T, np.maximum(variance_T, 0.0), 0.0)
+    evidence = float(np.where(is_significant_T, np.maximum(variance_T, 0.0), 0.0) @ weights_T)
+    return LabelFindings(slices, names, evidence, contribution, by_relevance, weights_model)

@@ -44,7 +44,7 @@ from grasp.store.remote import local_path, open_store, remote_url
 from grasp.text import count_text, plain, text_table
 
 ROUNDING = 1e-9  # sums of shares that differ from 1 by no more than this are exact
-SUM_TOLERANCE = 0.01  # shares whose sum differs from 1 by at most this are normalized
+SUM_TOLERANCE = 0.01 + ROUNDING  # shares whose sum differs from 1 by at most this are normalized
 MAX_UTILITY = 1e30  # largest absolute value of a metric, so that sums of squares stay finite
 MAX_LISTED = 3
 MAX_SHARES_LISTED = 5  # shares of a run that are listed if they do not add up to 1

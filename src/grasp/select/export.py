@@ -23,6 +23,7 @@ from grasp.artifact.reader import ArtifactReader
 from grasp.artifact.rows import row_tokens
 from grasp.corpus.documents import (
     DOC_ID_COLUMN,
+    LOSS_MASKS,
     ROW_ID_COLUMNS,
     Corpus,
     content_columns,
@@ -117,7 +118,7 @@ class Exporter:
         provenance: dict[str, Any] = {"corpus": artifact.manifest.fingerprints["corpus"], "artifact": artifact.location}
         provenance |= {"params": dict(selection.params)} | ({"left_out": True} if left_out else {})
         # without a text column, a row is a record (a conversation, a pair, an instruction) and is written unchanged
-        has_text = bool({"text", "input_ids"} & (artifact.manifest.details.get("columns") or {}).keys())
+        has_text = bool({"text", "input_ids"} & (roles := artifact.manifest.details.get("columns") or {}).keys())
         source, corpus = BuildSource(artifact), Corpus(open_source(self.corpus.path, self.corpus.split), self.corpus)
         with stored_rows(artifact, corpus, lambda: source.tokenizer, temporary_path(out)) as rows:
             if rule is None and has_text:
@@ -127,7 +128,8 @@ class Exporter:
                 effect = selection.effect_N[row_index]
                 tables = row_tables(artifact, rows, corpus, row_index, effect, lambda: source.tokenizer)
                 if self.format.kind in DELIMITER:  # a cell cannot hold a list of token ids
-                    tables = (table.drop_columns("input_ids") for table in tables)
+                    lists = ["input_ids", *(() if roles.keys().isdisjoint(LOSS_MASKS) else ("labels",))]
+                    tables = (table.drop_columns(lists) for table in tables)
                 tokens = int(row_tokens(artifact)[row_index].sum())
                 return write_corpus(out, self.format, "rows", tables, tokens, provenance, self.shard_size)
             selected_N = mask_of(selection.row_index, artifact.n_rows)
@@ -318,8 +320,8 @@ def row_tables(
     """Yield tables of the selected rows in corpus order, a batch of the corpus at a time.
 
     Columns: row_id, doc_id, the text (the span of the row in its document) under its name in the corpus, input_ids (the
-    tokens, including end-of-text tokens), n_tokens, order (rank in the selection, from 0), effect, and the other
-    columns of the record that the row is from, unchanged.
+    tokens, including end-of-text tokens), n_tokens, order (rank in the selection, from 0), effect, labels of token ids
+    with a loss mask (-100: no loss), and the other columns of the record that the row is from, unchanged.
 
     Args:
         artifact: artifact of the rows.
@@ -334,7 +336,8 @@ def row_tables(
     selected = np.flatnonzero(rank_N >= 0)
     texts = rows.texts(selected, corpus, tokenizer)
     document_N = np.concatenate([rows.read_columns(k, (DOCUMENT_COLUMN,)).column(0) for k in range(rows.n_shards)])
-    text_name = (artifact.manifest.details.get("columns") or {}).get("text", "text")
+    roles = artifact.manifest.details.get("columns") or {}
+    text_name, is_masked = roles.get("text", "text"), not roles.keys().isdisjoint(LOSS_MASKS)
     path_labels = ("file", "directory") if corpus.settings.path_labels else ()  # no record has them
     for table in batch_tables(_other_columns(corpus, document_N[selected].astype(np.int64))):
         for start in range(0, len(table), BLOCK_ROWS):
@@ -355,6 +358,10 @@ def row_tables(
                 "order": pa.array(rank_N[part]),
                 "effect": pa.array(effect[rank_N[part]]),
             }
+            if is_masked:  # in the form that trainers read
+                masks = map(shard.mask, range(len(part)))
+                labels = [row if m is None else np.where(m, row, -100) for row, m in zip(ids, masks, strict=True)]
+                row_columns["labels"] = pa.array(labels, pa.list_(pa.int32()))
             columns = pa.table(
                 row_columns | {name: stored[name] for name in path_labels if name in stored.column_names}
             )

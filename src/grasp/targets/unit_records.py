@@ -179,6 +179,8 @@ def _pair_unit(unit: Unit, pair: Content) -> Unit:
 
 def _parse_fields(values: dict[str, Any], form: str) -> tuple[UnitFields, Content | None]:
     """Parse a record, and its content if that is a conversation or a preference pair."""
+    if "completion" in values and values.get("label") is False:
+        raise TargetError("label: got false, an undesirable completion (KTO), expected a right one; remove the record")
     if form == "question":
         space = "" if "system" in values else " "  # beside a system text, question and answer are turns
         answer = values["answer"].get("value") if isinstance(values["answer"], Mapping) else values["answer"]
