@@ -17,9 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    ValidationInfo,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -378,27 +376,18 @@ class FeatureSettings(Settings):
             return {**load(PROTOCOLS, data["rule"]).feature_defaults, **data}
         return data
 
-    @field_validator("rule")
-    @classmethod
-    def _validate_rule(cls, rule: str) -> str:
-        known = [DEFAULT_RULE, *entries(PROTOCOLS)]
-        if rule not in known:
-            raise ValueError(f"expected one of {', '.join(known)}, got {rule!r}")
-        return rule
-
-    @field_validator("alpha")
-    @classmethod
-    def _validate_alpha(cls, value: float) -> float:
-        if value not in (0.5, 1.0):
-            raise ValueError(f"expected 1 or 0.5, got {value}")
-        return value
-
-    @field_validator("summary_positions")
-    @classmethod
-    def _validate_summary_positions(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value not in (None, info.data.get("positions", value)):
-            raise ValueError(f"expected {info.data['positions']} as `positions`, got {value}")
-        return value
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        known, summary = [DEFAULT_RULE, *entries(PROTOCOLS)], self.summary_positions
+        refuse(
+            {
+                f"rule: expected one of {', '.join(known)}, got {self.rule!r}": self.rule not in known,
+                f"alpha: expected 1 or 0.5, got {self.alpha}": self.alpha not in (0.5, 1.0),
+                f"summary_positions: expected {self.positions} as `positions`, got {summary}": summary
+                not in (None, self.positions),
+            }
+        )
+        return self
 
     def completed(self, **values: Any) -> Self:
         """Return settings with these values of fields, where they are unset."""

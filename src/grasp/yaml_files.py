@@ -4,6 +4,7 @@ No other module reads or writes YAML. Settings are nested dictionaries before th
 is its dotted path in them, e.g. `model.classifier.factory`. Start with `validated` and `read_yaml`.
 """
 
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
@@ -60,11 +61,13 @@ def describe(err: ValidationError, location: str, model_class: type[BaseModel] |
         if item["type"] == "string_type" and isinstance(item["input"], dict):
             got += "; quote text that contains : or {}, --set 'NAME=\"...\"'"
         reason = _REASONS.get(item["type"], item["msg"].removeprefix("Value error, "))
-        messages.append(f"{field}: {reason}{got}{_suggest_field(model_class, item)}".removeprefix(": "))
+        colon = "." if field and _OF_FIELD.match(reason) else ": "
+        messages.append(f"{field}{colon}{reason}{got}{_suggest_field(model_class, item)}".removeprefix(": "))
     more = f"; {err.error_count() - MAX_ERRORS_SHOWN} more" if err.error_count() > MAX_ERRORS_SHOWN else ""
     return f"{location}: " * bool(location) + "; ".join(messages) + more
 
 
+_OF_FIELD = re.compile(r"\w+(, \w+)*: ")  # a fault of one or several fields of a group, see `settings.refuse`
 # Messages by pydantic's type of an error; others have pydantic's message.
 _REASONS = {
     "missing": "missing",
