@@ -362,8 +362,8 @@ class FeatureSettings(Settings):
     max_cache_mb: int = Field(
         8192,
         ge=0,
-        description="Disk space in MB for model outputs of the sample, if the sample is the whole corpus, to avoid a "
-        "second pass. A corpus that needs more is read twice.",
+        description="Disk space in MB for model outputs of a sample that is the whole corpus. A corpus that needs more "
+        "is read twice.",
     )
     hidden_width: int = Field(64, ge=1, description="Width of the hidden sketch. Paper: 64.")
     residual_width: int = Field(64, ge=1, description="Width of the residual sketch. Paper: 64.")
