@@ -18,6 +18,7 @@ core with bfloat16 products trains a run in some five minutes.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import subprocess
@@ -34,6 +35,7 @@ import yaml
 
 from experiments.one_line_errors import in_one_line
 from grasp.models.tokenizer import train_tokenizer
+from grasp.runs.retrained import MARKER, RUNS_DIRECTORY
 from grasp.seeds import stream
 from grasp.training.recipe import named_recipe
 
@@ -62,7 +64,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def prepare(data: Path, work: Path, sizes: dict[str, Any]) -> None:
-    """Write the corpus as token ids with its labels, the tokenizer, and the settings of all trainings."""
+    """Write the corpus as token ids with its labels, the tokenizer, and the results of runs that are stored here."""
     work.mkdir(parents=True, exist_ok=True)
     tables = [pq.read_table(data / f"{name}.parquet") for name in ("pool", "cc_weborganizer")]
     texts = [text or "" for table in tables for text in table["text"].to_pylist()]
@@ -86,7 +88,19 @@ def prepare(data: Path, work: Path, sizes: dict[str, Any]) -> None:
     pq.write_table(table, work / "corpus.parquet", compression="zstd", compression_level=9)
     pq.write_table(table.slice(0, sizes["tuning_rows"]), work / "tuning.parquet", compression="zstd")
     size = (work / "corpus.parquet").stat().st_size / 1e6
-    print(f"{work}: {len(ids):,} documents, {count:,} tokens, {size:.1f} MB", flush=True)
+    digest = hashlib.blake2b(json.dumps(sizes, sort_keys=True).encode(), digest_size=4)  # of what the runs depend on
+    for document, label in zip(ids, labels, strict=True):
+        digest.update(document.tobytes() + label.encode())
+    stored = sorted((Path(__file__).parent / f"runs-{digest.hexdigest()}").glob("*.parquet"))
+    if stored and not (work / "scratch").exists():  # retraining goes on after them
+        (work / "scratch" / RUNS_DIRECTORY).mkdir(parents=True)
+        (work / "scratch" / MARKER).touch()
+        for path in stored:
+            shutil.copy2(path, work / "scratch" / RUNS_DIRECTORY)
+    print(
+        f"{work}: {len(ids):,} documents, {count:,} tokens, {size:.1f} MB; {len(stored)} runs are trained already",
+        flush=True,
+    )
 
 
 def plan(work: Path, sizes: dict[str, Any]) -> list[tuple[str, float, list[str]]]:
