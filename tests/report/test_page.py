@@ -387,6 +387,16 @@ def test_the_first_screen_counts_the_weights_of_the_targets(tmp_path, worth_of, 
     assert sentence in page_text(art, target=target)
 
 
+def test_the_first_screen_names_slices_for_the_targets_of_the_selection(tmp_path):
+    worth = tuple(OPPOSITE.values())
+    art = write_artifact(
+        tmp_path / "art", topics=("a", "b"), worth=worth, targets=["sciq", "boolq"], pull=0.0, n_rows=400
+    )
+    succeed("select", art.path, "--budget", "30%", "--target", "boolq", "--out", tmp_path / "kept.parquet")
+    text = page_text(art, selection=tmp_path / "kept.json")  # a report of both targets
+    assert_contains(text, "For boolq, ", "By topic, b helps most; a hurts most.")
+
+
 def test_the_page_leads_with_the_label_that_has_evidence(tmp_path):
     """Neither random groups, nor ids or paths that have an effect, nor a label of fewer differences."""
     worth = {f"crawl/part-{g}.warc.gz" if g % 2 else f"0123456789ab{g}": float(g) for g in range(4)}

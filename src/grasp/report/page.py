@@ -90,7 +90,7 @@ def render(findings: Findings, live: str = "", training: Result | None = None) -
         target_options=[[str(t), target] for t, target in enumerate(targets)],
         label_options=[[str(i), plain(label.slices.label, 40)] for i, label in enumerate(findings.labels)],
         labels=[views.slices(label, findings.weights_T) for label in findings.labels],
-        decision=views.decision(findings, targets),
+        decision=views.decision(findings),
         answers=views.answers(findings, targets),
         interval_note=_interval_note(findings),
         warnings=[plain(note) for note in dict.fromkeys(warnings) if note],

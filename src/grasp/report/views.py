@@ -84,10 +84,11 @@ def _bars(part: Contribution, slices: Any, targets: Any) -> list[View]:
     ]
 
 
-def decision(findings: Findings, targets: Sequence[str]) -> View:
+def decision(findings: Findings) -> View:
     """Return the first screen: what to keep, the change to expect with its interval, and slices that stand out."""
     summary, share = findings.selection, findings.selection.rows / findings.n_rows
-    weights = [change.weight for change in summary.targets]
+    weight_of = {change.target: change.weight for change in summary.targets}
+    weights = list(weight_of.values())
     subject = of = name(summary.targets[0].target)
     if len(weights) > 1:
         subject = f"{len(weights)} targets"
@@ -115,15 +116,17 @@ def decision(findings: Findings, targets: Sequence[str]) -> View:
         "label": "",
     }
     if findings.labels and findings.labels[0].evidence:
-        label, weights_T = findings.labels[0], findings.weights_T
-        sign_GT, by_relevance = label.signs(range(len(targets)))
+        label = findings.labels[0]
+        named = [target for target in findings.targets if target in weight_of] or findings.targets
+        weights_T = np.array([weight_of.get(target, 1.0) for target in named])
+        selected = [findings.targets.index(target) for target in named]
+        sign_GT, by_relevance = label.signs(selected)
         part = label.by_relevance if by_relevance else label.contribution
         view["label"] = compared[0]
         # weight of the targets that a slice helps minus that of those that it hurts, and its weighted contribution
-        votes_G, value_G = sign_GT @ weights_T, part.value_GT @ weights_T
+        votes_G, value_G = sign_GT @ weights_T, part.value_GT[:, selected] @ weights_T
         order = np.argsort(-value_G, kind="stable").tolist()
-        keep = [label.names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0]
-        view["keep"] = keep[:MAX_SLICES_NAMED]
+        view["keep"] = [label.names[g] for g in order if votes_G[g] > 0 and value_G[g] > 0][:MAX_SLICES_NAMED]
         view["harmful"] = [label.names[g] for g in order if votes_G[g] < 0 and value_G[g] < 0][-1:]
     return view
 
