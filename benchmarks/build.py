@@ -5,8 +5,8 @@
     python benchmarks/build.py --rows 2 --skip-memory --skip-speed        # the kernels alone, in a minute
     python benchmarks/build.py --rows 64 --skip-memory --skip-speed --skip-kernels --profile     # where the time goes
     python benchmarks/build.py ... --profile --model DIR --corpus pool.parquet     # of a model and documents of yours
-    python benchmarks/build.py --skip-memory --skip-speed --skip-kernels --backward --model DIR --corpus pool.parquet \
-        --rows 64 --length 128 --units 128      # the pass of --train further over a plain forward and backward pass
+    python benchmarks/build.py --skip-memory --skip-speed --skip-kernels --backward --model paper-50m --rows 4 \
+        --length 256 --units 10 --repeats 2     # the pass of --train further over a plain forward and backward pass
 
 The model is a Phi of 18 M parameters, 2 M of them body and 8 M each embedding and head, with a vocabulary of 50,304
 and a head bias that follows Zipf's law, so that the largest probabilities fall on frequent tokens, as they do in
@@ -34,7 +34,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from grasp.corpus.row_store import RowStore
 from grasp.kernels.gradient import Curvature
@@ -48,6 +48,7 @@ from grasp.pipeline.pipeline import build_artifact
 from grasp.progress import Progress, ignore
 from grasp.settings import CorpusSettings, FeatureSettings, build_settings
 from grasp.targets import UnitTokens
+from grasp.training.recipe import named_recipe
 
 VOCAB = 50_304
 TARGETS = 5
@@ -68,7 +69,12 @@ def zipf(generator: np.random.Generator, size: Any) -> np.ndarray:
 
 def write_world(root: Path, args: argparse.Namespace) -> None:
     generator = np.random.default_rng(0)
-    write_model(root / "model") if args.model is None else (root / "model").symlink_to(args.model.absolute())
+    if args.model is None:
+        write_model(root / "model")
+    elif args.model.exists():
+        (root / "model").symlink_to(args.model.absolute())
+    else:
+        write_recipe_model(root / "model", str(args.model))
     if args.corpus is None:
         write_rows(root / "corpus.parquet", args.rows, args.length, generator)
     else:
@@ -100,6 +106,13 @@ def write_model(path: Path) -> None:
     model.lm_head.weight.data.mul_(0.5 / model.lm_head.weight.data.std() / config.hidden_size**0.5)
     model.lm_head.bias.data.copy_(-1.2 * torch.log(torch.arange(1, VOCAB + 1.0)))
     model.save_pretrained(path)
+    train_tokenizer(["a b c"], vocab_size=300).save_pretrained(path)
+
+
+def write_recipe_model(path: Path, recipe: str) -> None:
+    """Write a model of the shape of a recipe with random weights."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(named_recipe(recipe).shape.config(eos_id=0)).save_pretrained(path)
     train_tokenizer(["a b c"], vocab_size=300).save_pretrained(path)
 
 
@@ -448,7 +461,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say where the time of a build goes")
     parser.add_argument("--backward", action="store_true", help="what --train further costs over a plain pass")
     parser.add_argument("--coordinates", type=int, help="of gradients; none: as a build takes them")
-    parser.add_argument("--model", type=Path, help="checkpoint in the place of the model that is made here")
+    parser.add_argument("--model", type=Path, help="checkpoint, or recipe whose shape a model has, such as paper-50m")
     parser.add_argument("--corpus", type=Path, help="Parquet with `text`: documents in the place of Zipf tokens")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()

@@ -36,11 +36,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from build import Clock, bare
+from build import Clock, bare, write_recipe_model
 from retrain import finish
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaForCausalLM
 
 from grasp.artifact.reader import ArtifactReader
 from grasp.corpus.row_store import RowStore
@@ -49,7 +48,6 @@ from grasp.kernels.kernel import kernel_class
 from grasp.models import forward_pass, residuals
 from grasp.models.causal_lm import ReferenceModel
 from grasp.models.head import OutputHead
-from grasp.models.tokenizer import train_tokenizer
 from grasp.pipeline import model_pass
 from grasp.pipeline.pipeline import build_artifact
 from grasp.settings import BuildSettings, build_settings
@@ -78,10 +76,9 @@ SMALL = Sizes(6, 64, 8, 256, 4, {"sample_positions": 100})  # a sample, as of la
 
 def write_world(root: Path, sizes: Sizes, *, small: bool) -> None:
     """The model, its rows, and units."""
-    torch.manual_seed(0)
-    shape = named_recipe("tiny" if small else "paper-50m").shape
-    LlamaForCausalLM(shape.config(eos_id=0)).save_pretrained(root / "model")
-    train_tokenizer(["a b c"], vocab_size=300).save_pretrained(root / "model")
+    recipe = "tiny" if small else "paper-50m"
+    write_recipe_model(root / "model", recipe)
+    shape = named_recipe(recipe).shape
     generator = np.random.default_rng(0)
     ids = [
         (np.minimum(generator.zipf(1.2, sizes.length), shape.vocab_size) - 1).astype(np.int32)
